@@ -136,6 +136,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    max_num_tokens: int = 0  # prompt + output at most: max_tokens clamped to the context limit; set when added
     block_table: list[int] = field(default_factory=list)
     slot: int = 0  # 0: none; slot 0 and block 0 are never owned, padding points at them
     num_cached_tokens: int = 0

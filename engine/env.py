@@ -1,0 +1,109 @@
+"""Every environment switch of the project, with its type and meaning. A bad value is an error.
+
+``kimi_kernels`` cannot import this package, so it parses its own ``KIMI_KERNELS_*`` switches; they are declared here
+too, so that one table documents and checks them all. Reading is done on each call: no value is frozen at import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+PREFIXES = ("KIMI_ENGINE_", "KIMI_KERNELS_")
+
+Value = bool | int | float | str
+
+
+class EnvError(ValueError):
+    """An environment switch with a value that its type does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One environment variable. ``minimum`` bounds numbers; ``choices`` bounds strings (compared in upper case)."""
+
+    name: str
+    type: type
+    default: Value | None
+    help: str
+    minimum: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def parse(self, text: str) -> Value:
+        """The typed value of ``text``; EnvError names variable, expected and got."""
+        if self.type is bool:
+            if text.strip() in ("1", "0"):
+                return text.strip() == "1"
+            raise EnvError(f"{self.name} must be 0 or 1, got {text!r}")
+        if self.type in (int, float):
+            try:
+                number: int | float = self.type(text)
+            except ValueError:
+                raise EnvError(f"{self.name} must be {_NOUN[self.type]}, got {text!r}") from None
+            if number != number or (self.minimum is not None and number < self.minimum):
+                raise EnvError(f"{self.name} must be at least {self.minimum:g}, got {text!r}")
+            return number
+        if self.choices:
+            if text.upper() not in self.choices:
+                raise EnvError(f"{self.name} must be one of {', '.join(self.choices)}, got {text!r}")
+            return text.upper()
+        return text
+
+
+_NOUN = {int: "an integer", float: "a number"}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+SWITCHES: dict[str, Switch] = {
+    switch.name: switch
+    for switch in (
+        Switch("KIMI_ENGINE_LOGGING_LEVEL", str, "INFO", "least severe log level that is printed", choices=_LEVELS),
+        Switch("KIMI_ENGINE_LOG_STATS_INTERVAL", float, 10.0, "seconds between log lines with statistics", minimum=0),
+        Switch("KIMI_ENGINE_API_KEY", str, None, "key that HTTP clients must send, as --api-key"),
+        Switch("KIMI_ENGINE_READY_TIMEOUT_S", float, 600.0, "seconds the server waits for its engine", minimum=1),
+        Switch("KIMI_ENGINE_HTTP_TIMEOUT_KEEP_ALIVE", float, 5.0, "seconds an idle connection is kept", minimum=0),
+        Switch("KIMI_ENGINE_SERVER_DEV_MODE", bool, False, "1 offers the development routes"),
+        Switch("KIMI_ENGINE_CACHE_ROOT", str, None, "folder for files the engine builds or caches"),
+        Switch("KIMI_KERNELS_NO_CUDA", bool, False, "1 skips the CUDA build on installation"),
+        Switch(
+            "KIMI_KERNELS_REFERENCE", str, "", "1, or a comma list of operations that run the plain-torch reference"
+        ),
+        Switch("KIMI_KERNELS_CACHE", str, None, "folder for kernels built on first use"),
+        Switch("KIMI_KERNELS_ARCHS", str, None, "comma list of architectures to build, such as sm_90a"),
+    )
+}
+
+
+def get(name: str, environ: Mapping[str, str] | None = None) -> Value | None:
+    """The typed value of a declared switch, its default when unset or empty. KeyError for an undeclared name."""
+    switch = SWITCHES[name]
+    text = (os.environ if environ is None else environ).get(name, "")
+    return switch.parse(text) if text else switch.default
+
+
+def check(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Parse every declared switch and warn about variables with our prefixes that are not declared.
+
+    Returns the warnings (also logged). Raises EnvError for the first bad value.
+    """
+    environ = os.environ if environ is None else environ
+    warnings = []
+    for name in sorted(environ):
+        if name in SWITCHES:
+            get(name, environ)
+        elif name.startswith(PREFIXES):
+            near = difflib.get_close_matches(name, SWITCHES, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            warnings.append(f"unknown environment variable {name} has no effect{hint}")
+    for text in warnings:
+        logger.warning(text)
+    return warnings
+
+
+def describe() -> str:
+    """One line a switch: name, type, default, meaning."""
+    return "\n".join(f"{s.name:38} {s.type.__name__:6} {s.default!s:8} {s.help}" for s in SWITCHES.values())
