@@ -1,0 +1,1 @@
+"""Measurements that ship with the project. Nothing imports this package."""

@@ -1,0 +1,1 @@
+"""Kernel micro-benchmarks: one row per shape, peers in the same run. See README.md beside this file."""
