@@ -1,0 +1,21 @@
+"""Operations of Kimi K3, one public function each: CUDA kernels, with a plain-torch reference for the CPU.
+
+Families are loaded on first use; importing the package touches neither CUDA nor the compiled module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from kimi_kernels._dispatch import KernelUnavailableError, reference_operations
+
+FAMILIES = ("routing", "moe", "kda", "attn_res", "mla", "dense", "norm", "quant")
+
+__all__ = ["FAMILIES", "KernelUnavailableError", "reference_operations"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in FAMILIES or name in ("testing", "reference"):
+        return importlib.import_module(f"kimi_kernels.{name}")
+    raise AttributeError(f"module 'kimi_kernels' has no attribute {name!r}")

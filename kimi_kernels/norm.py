@@ -1,0 +1,49 @@
+"""RMSNorm: plain, per group with a sigmoid gate, and fused with FP8 quantisation."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_kernels import _check as check
+from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels.reference import norm as reference
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight`` (K3 spec section 3).
+
+    x [T, H] row-strided, bf16 (CPU: also float32); weight [H] bf16 or f32. Statistics and scaling in fp32, one
+    rounding. ``out`` [T, H] of x's dtype is written and returned; it may be ``x`` itself. T = 0 is allowed.
+    Returns [T, H] of x's dtype. Raises ValueError naming the argument at fault.
+    """
+    if not use_reference("norm.rms", x):
+        raise no_kernel("norm.rms", x)
+    check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
+    check.tensor("weight", weight, (x.shape[1],), check.ACTIVATION, like=x)
+    return _deliver(reference.rms(x, weight, eps), x, out)
+
+
+def rms_gated(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMSNorm over each group of D columns, then times ``sigmoid(gate)`` (K3 spec section 5 step 7).
+
+    x, gate [T, groups*D] row-strided, bf16 (CPU: also float32); weight [D] f32 or bf16, shared by the groups. fp32
+    inside, one rounding. ``out`` [T, groups*D] is written and returned; it may be ``x``.
+    Returns [T, groups*D] of x's dtype. Raises ValueError naming the argument at fault.
+    """
+    if not use_reference("norm.rms_gated", x):
+        raise no_kernel("norm.rms_gated", x)
+    check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
+    check.tensor("gate", gate, x.shape, check.ACTIVATION, like=x, row=True)
+    check.tensor("weight", weight, (None,), check.ACTIVATION, like=x)
+    width = weight.shape[0]
+    check.require(width > 0 and x.shape[1] % width == 0, "x", f"a multiple of {width} columns", x.shape[1])
+    return _deliver(reference.rms_gated(x, gate, weight, eps), x, out)
+
+
+def _deliver(result: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return result.to(x.dtype)
+    check.tensor("out", out, x.shape, (x.dtype,), like=x, row=True)
+    return out.copy_(result)

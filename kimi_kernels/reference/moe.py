@@ -1,0 +1,120 @@
+"""The routed experts (K3 spec sections 7 to 9). One expert is dequantised at a time, and only experts that are hit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from kimi_kernels.reference import quant
+from kimi_kernels.reference.norm import rms
+
+if TYPE_CHECKING:
+    from kimi_kernels.moe import ExpertWeights
+
+X_GROUP = 128  # columns of x that share a scale when activations are FP8
+H_GROUP = 64  # columns of h that share one: what a 128-row tile of interleaved gate and up rows holds
+
+
+def situ(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
+    """beta*tanh(a/beta) * sigmoid(a) * linear_beta*tanh(u/linear_beta); u itself without a linear_beta. fp32."""
+    gate, up = gate.float(), up.float()
+    if linear_beta is not None:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
+
+
+def weight(w: ExpertWeights, expert: int) -> torch.Tensor:
+    """One expert of a plain layout -> f32 [rows, cols]."""
+    data = w.data[expert]
+    if w.format == "bf16":
+        return data.float()
+    assert w.scale is not None
+    scale = w.scale[expert]
+    if w.format == "mxfp4":
+        return quant.mxfp4(data, scale)
+    # Gate and up rows were scaled apart: each half starts its own 128-row blocks.
+    halves = w.parts
+    pairs = zip(data.chunk(halves), scale.chunk(halves), strict=True)
+    return torch.cat([quant.fp8_blocks(d, s) for d, s in pairs])
+
+
+def expert_rows(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    beta: float,
+    linear_beta: float | None,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One expert on rows x [R, D], with f32 weights w13 [2I, D], w2 [D, I] -> (y f32 [R, D], h f32 [R, I]).
+
+    ``activation`` says how x and h enter the products: "exact" as they are, "bf16" h rounded to bf16 (x is bf16
+    already), "fp8" quantised as the kernels do: x with a scale per token and 128 columns, h (from fp32) per 64.
+    The returned h is the value before it is rounded or quantised.
+    """
+    if activation == "fp8":
+        x = quant.fp8_groups_dequant(*quant.fp8_per_token_group(x, X_GROUP), X_GROUP)
+    gate, up = F.linear(x.float(), w13).chunk(2, dim=-1)  # [R, I] each
+    h = situ(gate, up, beta, linear_beta)
+    if activation == "fp8":
+        used = quant.fp8_groups_dequant(*quant.fp8_per_token_group(h, H_GROUP), H_GROUP)
+    elif activation == "bf16":
+        used = h.bfloat16().float()
+    else:
+        used = h
+    return F.linear(used, w2), h
+
+
+def experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    *,
+    activation: str,
+    beta: float,
+    linear_beta: float | None,
+    expert_range: tuple[int, int] | None,
+) -> torch.Tensor:
+    """x [T, D], ids and weights [T, k] -> fp32 [T, D]: the weighted sum over the chosen experts."""
+    first, last = expert_range or (0, w13.num_experts)
+    # Weights may hold the range alone or all experts; the ids always count over all.
+    base = first if w13.num_experts == last - first else 0
+    flat = topk_ids.flatten().long()  # [T*k]
+    flat = torch.where((flat >= first) & (flat < last), flat, last)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=last + 1).tolist()
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    start = 0
+    for expert in range(first, last):
+        count = counts[expert]
+        if count == 0:
+            continue
+        pairs = order[start : start + count]  # flat positions token*k + j, ascending
+        start += count
+        token = pairs // topk_ids.shape[1]
+        y, _ = expert_rows(
+            x[token],
+            weight(w13, expert - base),
+            weight(w2, expert - base),
+            beta=beta,
+            linear_beta=linear_beta,
+            activation=activation,
+        )
+        out.index_add_(0, token, y * topk_weights.flatten()[pairs].unsqueeze(-1))
+    return out
+
+
+def finalize(
+    rows: torch.Tensor, row_index: torch.Tensor, weights: torch.Tensor, norm_weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """rows [R, D], row_index [T, k] -> fp32 [T, D]: sum in the order of k, skipping -1, then the latent norm."""
+    out = rows.new_zeros((row_index.shape[0], rows.shape[1]), dtype=torch.float32)
+    for j in range(row_index.shape[1]):
+        token = (row_index[:, j] >= 0).nonzero().squeeze(1)  # selection: a skipped row's weight may be NaN
+        out[token] += weights[token, j].unsqueeze(-1) * rows[row_index[token, j].long()].float()
+    return out if norm_weight is None else rms(out, norm_weight, eps)

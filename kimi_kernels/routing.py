@@ -1,0 +1,52 @@
+"""Routing: which experts a token goes to, and the device-resident work list of the grouped GEMMs."""
+
+from __future__ import annotations
+
+import torch
+
+from kimi_kernels import _check as check
+from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels.reference import routing as reference
+
+
+def topk(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    *,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    num_tokens: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose k experts a token (K3 spec section 8).
+
+    ``s = sigmoid(logits)``; the k largest ``s + bias`` are chosen, best first, ties to the lower id; weights are
+    ``s / (sum of the chosen s + 1e-20) * scale``: when every chosen s is 0 the weights are 0.
+
+    logits [T, E] f32 row-strided, 1 <= E <= 1024; bias [E] f32 (for choosing only); 1 <= k <= min(16, E).
+    With ``num_groups`` > 1 (divides E) only the ``topk_groups`` groups with the largest sum of their two best
+    ``s + bias`` take part. ``num_tokens`` int32 [1]: rows beyond it get ids -1 and weights 0. A row in which a
+    ``s + bias`` is NaN gets ids -1 and weights NaN; infinite logits are ordinary (s is 0 or 1).
+    ``counts`` int32 [E+1], changed in place: entry e grows by the tokens that chose e, entry E by the NaN rows.
+
+    Returns (ids [T, k] int32, weights [T, k] f32). Raises ValueError naming the argument at fault.
+    """
+    if not use_reference("routing.topk", logits):
+        raise no_kernel("routing.topk", logits)
+    check.tensor("logits", logits, (None, None), check.F32, row=True)
+    num_experts = logits.shape[1]
+    check.require(1 <= num_experts <= 1024, "logits", "1 to 1024 experts (columns)", num_experts)
+    check.tensor("bias", bias, (num_experts,), check.F32, like=logits)
+    check.require(1 <= k <= min(16, num_experts), "k", f"1 to {min(16, num_experts)}", k)
+    check.require(
+        num_groups >= 1 and num_experts % num_groups == 0, "num_groups", f"a divisor of {num_experts}", num_groups
+    )
+    check.require(1 <= topk_groups <= num_groups, "topk_groups", f"1 to {num_groups}", topk_groups)
+    in_groups = num_experts // num_groups * topk_groups
+    check.require(k <= in_groups, "k", f"at most the {in_groups} experts of the chosen groups", k)
+    check.num_tokens(num_tokens, logits)
+    if counts is not None:
+        check.tensor("counts", counts, (num_experts + 1,), check.INT32, like=logits)
+    return reference.topk(logits, bias, k, num_groups, topk_groups, scale, num_tokens, counts)
