@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from kimi_kernels import _check as check
+from kimi_kernels import _ops
 from kimi_kernels._dispatch import no_kernel, use_reference
 from kimi_kernels.reference import norm as reference
+
+_ops.define("norm_rms(Tensor x, Tensor weight, Tensor(a!)? out, Tensor(b!)? q, Tensor(c!)? scale, float eps) -> ()")
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -17,7 +20,9 @@ def rms(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.
     Returns [T, H] of x's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms", x):
-        raise no_kernel("norm.rms", x)
+        out = _ops.empty(tuple(x.shape), torch.bfloat16, x) if out is None else out
+        _ops.call("norm_rms", x, weight, out, None, None, eps)
+        return out
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     check.tensor("weight", weight, (x.shape[1],), check.ACTIVATION, like=x)
     return _deliver(reference.rms(x, weight, eps), x, out)

@@ -1,0 +1,26 @@
+// The compiled module: what it was built for, and one registration a family.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "common/tensor.h"
+
+namespace kimi {
+namespace norm {
+void register_norm(py::module_& m);
+}
+}  // namespace kimi
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "CUDA kernels for Kimi K3. Arguments are checked here, by name; see kimi_kernels for the public functions.";
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["archs"] = std::string(KIMI_ARCHS);
+    info["cuda"] = CUDART_VERSION;
+    info["built"] = std::string(KIMI_BUILT);
+    return info;
+  });
+  m.def("describe", &kimi::describe, pybind11::arg("tensor"));
+
+  kimi::norm::register_norm(m);
+}

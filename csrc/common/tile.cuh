@@ -1,0 +1,66 @@
+// What one thread, warp or block does with a piece of a row: 16-byte vectors, reductions in a fixed order, padding.
+#pragma once
+
+#include <cstdint>
+
+#include "math.h"
+
+namespace kimi {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// Eight bf16 in one 16-byte access.
+struct alignas(16) Bf16x8 {
+  uint4 raw;
+
+  __device__ __forceinline__ void load(const __nv_bfloat16* source) { raw = *reinterpret_cast<const uint4*>(source); }
+  __device__ __forceinline__ void store(__nv_bfloat16* target) const { *reinterpret_cast<uint4*>(target) = raw; }
+  __device__ __forceinline__ void clear() { raw = make_uint4(0, 0, 0, 0); }
+
+  __device__ __forceinline__ void unpack(float (&values)[8]) const {
+    values[0] = bf16_low(raw.x), values[1] = bf16_high(raw.x);
+    values[2] = bf16_low(raw.y), values[3] = bf16_high(raw.y);
+    values[4] = bf16_low(raw.z), values[5] = bf16_high(raw.z);
+    values[6] = bf16_low(raw.w), values[7] = bf16_high(raw.w);
+  }
+
+  __device__ __forceinline__ void pack(const float (&values)[8]) {
+    raw = make_uint4(pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]), pack_bf16(values[4], values[5]),
+                     pack_bf16(values[6], values[7]));
+  }
+};
+
+// Sum over groups of kWidth neighbouring lanes; every lane gets it, and in the same bits: the additions commute.
+template <int kWidth = 32>
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
+  return value;
+}
+
+template <int kWidth = 32>
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, offset));
+  }
+  return value;
+}
+
+// Sum over the block; `scratch` has a float for each warp and is free for reuse after the next block barrier.
+__device__ __forceinline__ float block_sum(float value, float* scratch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  value = warp_sum(value);
+  if (lane == 0) scratch[warp] = value;
+  __syncthreads();
+  return warp_sum(lane < warps ? scratch[lane] : 0.f);
+}
+
+// Rows that count: min(T, *num_tokens). Read after the dependency wait, the scalar is written by an earlier kernel.
+__device__ __forceinline__ int64_t live_tokens(const int32_t* num_tokens, int64_t tokens) {
+  if (num_tokens == nullptr) return tokens;
+  const int64_t live = *num_tokens;
+  return live < 0 ? 0 : (live < tokens ? live : tokens);
+}
+
+}  // namespace kimi

@@ -1,0 +1,9 @@
+"""The compiled module. Arrays are torch CUDA tensors or cupy arrays; outputs are written, nothing is returned."""
+
+from typing import Any
+
+Array = Any
+
+def build_info() -> dict[str, Any]: ...
+def describe(tensor: Array) -> dict[str, Any]: ...
+def norm_rms(x: Array, weight: Array, out: Array | None, q: Array | None, scale: Array | None, eps: float) -> None: ...
