@@ -200,7 +200,7 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step gave, by request id. A request whose logits are not finite stands in ``errors``, not in ``tokens``."""
+    """What a step gave, by request id. A request whose logits are not finite stands in ``errors``, not ``tokens``."""
 
     tokens: dict[str, SampledToken] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
