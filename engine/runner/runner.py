@@ -1,0 +1,139 @@
+"""The device side of a step: inputs, one forward pass, sampling. It holds no queue and decides nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from engine.config import ConfigError, ModelConfig
+from engine.engine_config import EngineConfig
+from engine.model.context import ModelState
+from engine.model.kimi_k3 import KimiK3
+from engine.runner import memory
+from engine.runner.inputs import prepare
+from engine.runner.sampler import Sampler
+from engine.types import ParameterError, StepOutput, StepPlan
+from engine.weights.loader import load_model
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """A loaded model with its two memories.
+
+    ``num_absorbed_tokens`` says by slot how many tokens the slot's state holds; ``num_forwards`` and
+    ``num_tokens_computed`` count since start.
+    """
+
+    def __init__(
+        self,
+        model: KimiK3,
+        engine_config: EngineConfig,
+        state: ModelState,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """``engine_config`` is a resolved one. ``Runner.from_dir`` is the usual way to get here."""
+        assert engine_config.num_slots is not None
+        self.model, self.model_config, self.engine_config, self.state = model, model.config, engine_config, state
+        self.dtype, self.device = dtype, device
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = model.config.vocab_size
+        self.num_absorbed_tokens = [0] * (engine_config.num_slots + 1)
+        self.num_forwards = 0
+        self.num_tokens_computed = 0
+        self._sampler = Sampler(self.vocab_size, engine_config.seed, device)
+
+    @classmethod
+    def from_dir(cls, model_dir: Path, engine_config: EngineConfig, *, progress: bool = True) -> Runner:
+        """Load a checkpoint directory. Raises ConfigError, CheckpointError or ParameterError before anything runs."""
+        model_dir = Path(model_dir)
+        config = ModelConfig.from_dir(model_dir)
+        eos = frozenset(config.eos_token_ids) | _generation_eos(model_dir, config.vocab_size)
+        device = choose_device(engine_config.device)
+        dtype = choose_dtype(engine_config.dtype, device)
+        if engine_config.moe_weights is not None:
+            raise ParameterError("moe_weights", f"converting experts to {engine_config.moe_weights} is not implemented")
+        if device.type == "cpu":  # what cannot fit is told before the weights are read
+            memory.resolve(config, engine_config, memory.memory_budget(config, engine_config, device, 4), 4)
+        model = load_model(model_dir, config, device, progress=progress)
+        budget = memory.memory_budget(config, engine_config, device, dtype.itemsize)
+        resolved = memory.resolve(config, engine_config, budget, dtype.itemsize)
+        state = memory.allocate(config, resolved, device, dtype)
+        logger.info(
+            "%d blocks of %d tokens, %d state slots, max_model_len %d, on %s in %s",
+            resolved.num_blocks, resolved.block_size, resolved.num_slots, resolved.max_model_len, device, dtype,
+        )  # fmt: skip
+        return cls(model, resolved, state, dtype=dtype, device=device, eos_token_ids=eos)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Run the plan's tokens -> final hidden states [T, H]. Slots and blocks absorb the tokens."""
+        for s in plan.scheduled:
+            held = self.num_absorbed_tokens[s.request.slot]
+            if s.num_computed_tokens not in (0, held):
+                raise ValueError(
+                    f"slot {s.request.slot} holds {held} tokens, but request {s.request.request_id} is planned at "
+                    f"{s.num_computed_tokens}"
+                )
+        token_ids, context = prepare(plan, self.engine_config.block_size, self.device)
+        hidden = self.model(token_ids, context, self.state, self.dtype)
+        self.num_forwards += 1
+        self.num_tokens_computed += plan.num_tokens
+        for s in plan.scheduled:
+            self.num_absorbed_tokens[s.request.slot] = s.num_computed_tokens + s.num_new_tokens
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [*, H] -> [*, vocab] f32."""
+        return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One forward pass, then a token for each request whose newest token was in it.
+
+        A request whose hidden state or logits are not finite gets an error instead; the others are not touched by it.
+        """
+        hidden = self.forward(plan)
+        return self._sampler.sample(plan, hidden, self.model.logits)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the sampler keeps of a request (random stream, penalty counts)."""
+        self._sampler.forget(request_id)
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is cuda when torch has one. Raises ParameterError when cuda is asked for and absent."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ParameterError("device", "device cuda was asked for, but torch finds no CUDA device")
+    return torch.device("cuda" if name != "cpu" and available else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Activations: "auto" is bf16 on CUDA (all the kernels take) and float32 on the CPU."""
+    if name == "float32" and device.type == "cuda":
+        raise ParameterError("dtype", "dtype float32 runs on the CPU only: the CUDA kernels take bfloat16")
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _generation_eos(model_dir: Path, vocab_size: int) -> frozenset[int]:
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return frozenset()
+    try:
+        value = json.loads(path.read_text()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+        raise ConfigError(f"{path}: eos_token_id must be token ids below {vocab_size}, got {value!r}")
+    return frozenset(ids)

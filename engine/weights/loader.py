@@ -1,0 +1,100 @@
+"""From a checkpoint directory to a model that is ready to run.
+
+Headers are compared with the table first, so that every fault of a checkpoint is told in one error before any weight
+is read. Then the shards are streamed in natural order and each tensor is read into the place where it stays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.config import ModelConfig
+from engine.model.kimi_k3 import KimiK3
+from engine.model.layers.moe import MoE
+from engine.weights.mapping import SKIPPED_PREFIXES, TensorSpec, checkpoint_tensors
+from engine.weights.progress import Progress
+from engine.weights.quant import ExpertBuffers, has_bad_scale
+from engine.weights.shards import DTYPES, CheckpointError, Inventory, ShardReader, StoredTensor, read_inventory
+
+
+def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, progress: bool = True) -> KimiK3:
+    """Build the model of ``config`` and fill it. Raises CheckpointError listing all that is wrong."""
+    problems: list[str] = []
+    inventory = read_inventory(model_dir, problems)
+    work = match(config, inventory, problems)
+    if problems:
+        raise CheckpointError(model_dir, problems)
+    work.sort(key=lambda item: (inventory.shards.index(item[1].file), item[1].offset))
+
+    with torch.device("meta"):
+        model = KimiK3(config)
+    model.to_empty(device=device)
+    places: dict[str, torch.Tensor] = dict(model.named_parameters())
+    experts: dict[int, ExpertBuffers] = {}
+    reader = ShardReader()
+    bar = Progress(sum(s.nbytes for _, s in work), len(inventory.shards), enabled=progress)
+    try:
+        for spec, stored in work:
+            if spec.expert is None:
+                out = places[spec.target]
+            else:
+                layer = int(spec.target.split(".")[1])
+                if layer not in experts:
+                    experts[layer] = ExpertBuffers(config, device)
+                out = experts[layer].buffers[spec.target.split(".experts.")[1]][spec.expert]
+            out = out[spec.row : spec.row + spec.shape[0]] if out.dim() == len(spec.shape) else _rows(out, spec)
+            reader.read_into(stored, out)
+            if spec.target.endswith(".scale") and has_bad_scale(out):
+                problems.append(f"{spec.name} holds the E8M0 scale byte 255, which is not a number")
+            if spec.expert is not None:
+                experts[layer].left -= 1
+                if experts[layer].left == 0:
+                    mlp = model.layers[layer].mlp
+                    assert isinstance(mlp, MoE)
+                    mlp.experts.w13, mlp.experts.w2 = experts.pop(layer).pack()
+            bar.add(stored.nbytes, stored.file)
+    finally:
+        reader.close()
+        bar.close()
+    if problems:
+        raise CheckpointError(model_dir, problems)
+    return model
+
+
+def _rows(out: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The rows a tensor fills when the parameter has one dimension less: [P, 1, 4] in [P, 4], or [1, H] as [H]."""
+    return out if spec.shape[0] == 1 else out[spec.row : spec.row + spec.shape[0]]
+
+
+def match(config: ModelConfig, inventory: Inventory, problems: list[str]) -> list[tuple[TensorSpec, StoredTensor]]:
+    """Pair each tensor of the table with its stored one; everything that does not fit is appended to ``problems``."""
+    work, expected = [], set()
+    missing = []
+    for spec in checkpoint_tensors(config):
+        expected.add(spec.name)
+        stored = inventory.tensors.get(spec.name)
+        if stored is None:
+            if spec.name not in inventory.unread:
+                missing.append(f"missing tensor {spec.name} {list(spec.shape)} {_name(spec.dtype)}")
+            continue
+        if stored.shape != spec.shape:
+            problems.append(f"{spec.name} must have shape {list(spec.shape)}, got {list(stored.shape)}")
+        elif stored.dtype != _name(spec.dtype):
+            problems.append(f"{spec.name} must have dtype {_name(spec.dtype)}, got {stored.dtype}")
+        else:
+            work.append((spec, stored))
+    unexpected = [n for n in inventory.tensors if n not in expected and not n.startswith(SKIPPED_PREFIXES)]
+    packed = any(n.endswith(".weight_packed") for n in unexpected)
+    if packed and config.expert_format == "bf16":
+        problems.append("the experts are stored packed, but config.json has no quantization_config that says how")
+    if config.expert_format == "mxfp4" and any(".experts." in n and n.endswith(".weight") for n in unexpected):
+        problems.append("config.json announces MXFP4 experts, but plain expert weights are stored")
+    problems += missing
+    problems += [f"unexpected tensor {n} {list(inventory.tensors[n].shape)}" for n in sorted(unexpected)]
+    return work
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, d in DTYPES.items() if d == dtype)
