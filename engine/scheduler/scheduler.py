@@ -126,7 +126,7 @@ class Scheduler:
             request = running[index]
             index += 1
             computed, num_tokens = request.num_computed_tokens, request.num_tokens
-            if num_tokens - computed != 1:
+            if num_tokens - computed != 1 or computed == 0:
                 prefilling.append(request)  # holds the blocks of all its tokens since it was admitted
             elif num_tokens <= len(request.block_table) * block_size or self._grow(request, num_tokens):
                 decodes.append(ScheduledRequest(request, computed, 1, num_tokens < request.max_num_tokens))

@@ -24,8 +24,12 @@ def solo_tokens(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class BrokenPlan(BaseException):
+    """Not an Exception: the engine turns those into errors of requests, which would hide a failing check."""
+
+
 class FakeRunner:
-    """Keeps token ids where a model keeps states. Raises AssertionError as soon as a plan breaks a promise.
+    """Keeps token ids where a model keeps states. Raises BrokenPlan as soon as a plan breaks a promise.
 
     ``before_step(plan)`` may raise (a failing step); ``request_errors`` maps request ids to per-request errors.
     """
@@ -62,6 +66,12 @@ class FakeRunner:
                 if scheduled.samples:
                     output.tokens[scheduled.request.request_id] = SampledToken(1)
             return output
+        try:
+            return self._execute(plan, output)
+        except AssertionError as error:
+            raise BrokenPlan(str(error)) from error
+
+    def _execute(self, plan: StepPlan, output: StepOutput) -> StepOutput:
         self._check_shape(plan)
         self.plans.append([(s.request.request_id, s.num_computed_tokens, s.num_new_tokens) for s in plan.scheduled])
         for scheduled in plan.scheduled:
