@@ -287,7 +287,7 @@ def churn(seed: int, num_requests: int) -> dict[str, int]:
         num_blocks=rng.choice([30, 32, 36, 60]),
         num_slots=rng.choice([3, 5, 8]),
         max_num_seqs=rng.choice([3, 6, 8]),
-        max_num_batched_tokens=rng.choice([6, 17, 64]),
+        max_num_batched_tokens=rng.choice([8, 17, 64]),
         chunk_size=rng.choice([None, 1, 3, 16]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
     )
