@@ -27,12 +27,12 @@ def tensor(
     like: torch.Tensor | None = None,
     row: bool = False,
 ) -> None:
-    """Check type, number of dims, sizes (None: any), dtype, device (that of ``like``), contiguous last dim (``row``)."""
+    """Check type, number of dims, sizes (None: any), dtype, device (that of ``like``), contiguous rows (``row``)."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if shape is not None:
         got = x.shape
-        if len(got) != len(shape) or any(want is not None and want != have for want, have in zip(shape, got)):
+        if len(got) != len(shape) or any(w is not None and w != g for w, g in zip(shape, got, strict=True)):
             raise ValueError(f"{name}: expected shape {_show(shape)}, got {_show(got)}")
     if dtypes is not None and x.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)

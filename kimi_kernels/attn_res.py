@@ -29,9 +29,9 @@ def mix(
 
     blocks [m, T, H], 0 <= m <= 15, any strides over m and T; partial, delta [T, H] row-strided; all bf16 (CPU: also
     float32). norm_weight, proj_weight, out_norm_weight [H] bf16 or f32.
-    ``partial_out`` [T, H] receives p; it may be ``partial``, ``delta`` or a further row of the buffer that ``blocks`` is a
-    view of (a block start without a copy). ``x_out`` [T, H] receives x. With ``delta=None`` p is ``partial``: that very
-    tensor is returned (copied into ``partial_out`` when one is given).
+    ``partial_out`` [T, H] receives p; it may be ``partial``, ``delta`` or a further row of the buffer that ``blocks``
+    is a view of (a block start without a copy). ``x_out`` [T, H] receives x. With ``delta=None`` p is ``partial``: that
+    very tensor is returned (copied into ``partial_out`` when one is given).
 
     Returns (p, x), both [T, H] of partial's dtype. Raises ValueError naming the argument at fault.
     """

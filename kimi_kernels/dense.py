@@ -30,10 +30,10 @@ def linear(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """``x weight^T``, accumulated in fp32 and rounded once to the output dtype.
 
-    x [T, K] row-strided, bf16 (CPU: also float32); weight [N, K] row-strided, bf16 or f32. bf16 values enter the products
-    as they are (nothing is rounded on the way), so a bf16 x and weight with a float32 output is a router's fp32 product.
-    ``out_dtype`` None: x's dtype; a dtype: float32 or bfloat16; a sequence of (columns, dtype) whose columns add up to N:
-    one launch, a tuple with a tensor [T, columns] for each range. T = 0 is allowed.
+    x [T, K] row-strided, bf16 (CPU: also float32); weight [N, K] row-strided, bf16 or f32. bf16 values enter the
+    products as they are, so bf16 x and weight with a float32 output are a router's fp32 product.
+    ``out_dtype`` None: x's dtype; a dtype: float32 or bfloat16; a sequence of (columns, dtype) whose columns add up to
+    N: one launch, a tuple with a tensor [T, columns] for each range. T = 0 is allowed.
 
     Returns [T, N], or the tuple. Raises ValueError naming the argument at fault.
     """

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from kimi_kernels import _check as check
+from kimi_kernels import _check_kda as check_kda
 from kimi_kernels._dispatch import no_kernel, use_reference
 from kimi_kernels.reference import kda as reference
 from kimi_kernels.reference import kda_prefill as reference_prefill
+from kimi_kernels.reference.kda import DIM
 
-DIM = 128
 MAX_RUN = 9  # tokens of a run that verify takes: one and up to 8 drafts
 
 
@@ -25,7 +26,7 @@ class PrefillPlan:
 
 
 def plan(heads: int, lengths: Sequence[int]) -> PrefillPlan:
-    """Plan of a ``prefill_`` call: heads on this device, tokens of each sequence, in order. ValueError on bad numbers."""
+    """Plan of a ``prefill_`` call: heads on this device, tokens of each sequence. ValueError on bad numbers."""
     check.require(heads >= 1, "heads", "at least 1", heads)
     check.require(all(n >= 0 for n in lengths), "lengths", "no negative length", list(lengths))
     return PrefillPlan(heads, tuple(int(n) for n in lengths))
@@ -65,12 +66,12 @@ def decode_(
 ) -> torch.Tensor:
     """One token for each of T sequences, both states changed in place (K3 spec section 5).
 
-    q, k, v (before the convolution), f (raw forget gate, before dt_bias), gate (raw output gate) [T, heads*128] and beta
-    (raw) [T, heads]: row-strided, one dtype, bf16 (CPU: also float32). conv_weight [3*heads*128, 4] (q, k, v rows, last tap
-    = this token), a_log [>= heads] (the first ``heads`` count), dt_bias [heads*128], o_norm [128]: f32.
-    state f32 [slots, heads, 128 v, 128 k] and conv_state [slots, 3, 3*heads*128] (raw rows, oldest first; bf16, CPU: also
-    float32) are views of slot-major pools: contiguous within a slot, any slot stride.
-    slots [T] int32: row i works on slot slots[i]; distinct, but 0 = padding: nothing is read or written, its output is 0.
+    q, k, v (before the convolution), f (raw forget gate, before dt_bias), gate (raw output gate) [T, heads*128] and
+    beta (raw) [T, heads]: row-strided, one dtype, bf16 (CPU: also float32). conv_weight [3*heads*128, 4] (q, k, v rows,
+    last tap = this token), a_log [>= heads] (the first ``heads`` count), dt_bias [heads*128], o_norm [128]: f32.
+    state f32 [slots, heads, 128 v, 128 k] and conv_state [slots, 3, 3*heads*128] (raw rows, oldest first; bf16, CPU:
+    also float32) are views of slot-major pools: contiguous within a slot, any slot stride.
+    slots [T] int32: row i works on slot slots[i]; distinct, but 0 = padding: nothing is read or written, output 0.
     ``fresh`` [T] bool: the sequence starts here; nothing of its slot is read. ``num_tokens`` int32 [1]: rows beyond it
     are padding. ``lower_bound`` < 0: g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)). ``eps``: the output norm's.
     ``records`` (see ``verify``) with ``accepted`` [T] int32: that many tokens of the slot's last run go in first.
@@ -80,10 +81,10 @@ def decode_(
     """
     if not use_reference("kda.decode_", q):
         raise no_kernel("kda.decode_", q)
-    x = _inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
-    _check_states(x, state, conv_state)
-    _check_slots(q, state, slots, q.shape[0], fresh, num_tokens)
-    _check_records(x, state, records, accepted, q.shape[0])
+    x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
+    check_kda.states(x, state, conv_state)
+    check_kda.sequences(q, state, slots, q.shape[0], fresh, num_tokens)
+    check_kda.records(x, state, records, accepted, q.shape[0])
     check.require(
         (records is None) == (accepted is None), "accepted", "records and accepted together", "one of them alone"
     )
@@ -115,7 +116,7 @@ def verify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A run of 1 to 9 tokens for each of n sequences, without committing it (a token and its drafts).
 
-    Arguments as ``decode_``, but slots, fresh, accepted are [n] and cu_seqlens int32 [n+1] says which rows are whose run.
+    Arguments as ``decode_``, but slots, fresh, accepted are [n]; cu_seqlens int32 [n+1] says which rows are whose run.
     ``records`` f32 [slots, *record_shape(heads, run)], indexed by slot, receives what a commit of this run needs; None
     allocates. Without ``accepted`` both states stay as they are. With it ([n] int32, 0 to the length of the slot's last
     run) that many tokens of the last run, as ``records`` holds it, are first committed to both states, in place.
@@ -125,15 +126,15 @@ def verify(
     """
     if not use_reference("kda.verify", q):
         raise no_kernel("kda.verify", q)
-    x = _inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
-    _check_states(x, state, conv_state)
+    x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
+    check_kda.states(x, state, conv_state)
     check.tensor("slots", slots, (None,), check.INT32, like=q)
-    _check_slots(q, state, slots, slots.shape[0], fresh, num_tokens)
-    lengths = _check_cu_seqlens(q, slots, cu_seqlens)
+    check_kda.sequences(q, state, slots, slots.shape[0], fresh, num_tokens)
+    lengths = check_kda.cu_seqlens(q, slots, cu_seqlens)
     check.require(records is not None or accepted is None, "records", "the last run's records with accepted", None)
     if records is None:
         records = torch.zeros((state.shape[0], *record_shape(x.heads, MAX_RUN)), device=q.device)
-    _check_records(x, state, records, accepted, slots.shape[0])
+    check_kda.records(x, state, records, accepted, slots.shape[0])
     longest = max(lengths, default=0)
     check.require(longest <= records.shape[1], "cu_seqlens", f"runs of at most {records.shape[1]} tokens", longest)
     out = reference.verify(x, state, conv_state, slots, cu_seqlens, fresh, num_tokens, records, accepted)
@@ -145,8 +146,8 @@ def commit_(
 ) -> None:
     """Commit the first accepted [n] int32 tokens of each slot's last run to both states, in place; 0 = none.
 
-    records, state, conv_state, slots [n] as in ``verify``; slot 0 is skipped. To be run before a slot that has a run open
-    is copied, exported or freed. Returns None. Raises ValueError naming the argument at fault.
+    records, state, conv_state, slots [n] as in ``verify``; slot 0 is skipped. To be run before a slot that has a run
+    open is copied, exported or freed. Returns None. Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.commit_", state):
         raise no_kernel("kda.commit_", state)
@@ -184,21 +185,21 @@ def prefill_(
 ) -> torch.Tensor:
     """Packed pieces of n sequences, any lengths from 0; both states go on in place (K3 spec section 5, chunk form).
 
-    Arguments as ``decode_``, but slots and fresh are [n] and cu_seqlens int32 [n+1] says which rows are whose; a sequence
-    without tokens is left alone. ``exports`` int32 [m, 3] rows (sequence, tokens done, slot): both states as they are after
-    that many tokens of this call (0 = as found, zero when fresh) are written to that slot too; slot 0 is skipped. An
-    exported slot must not belong to a sequence of the call. ``plan``: from ``plan(heads, lengths)``; None plans for the
-    upper bound. Results do not depend on the other sequences of the pack.
+    Arguments as ``decode_``, but slots and fresh are [n]; cu_seqlens int32 [n+1] says which rows are whose; a sequence
+    without tokens is left alone. ``exports`` int32 [m, 3] rows (sequence, tokens done, slot): both states as they are
+    after that many tokens of this call (0 = as found, zero when fresh) are written to that slot too; slot 0 is skipped.
+    An exported slot must not belong to a sequence of the call. ``plan``: from ``plan(heads, lengths)``; None plans for
+    the upper bound. Results do not depend on the other sequences of the pack.
 
     Returns [T, heads*128] of q's dtype; rows that belong to no sequence are 0. Raises ValueError naming the argument.
     """
     if not use_reference("kda.prefill_", q):
         raise no_kernel("kda.prefill_", q)
-    x = _inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
-    _check_states(x, state, conv_state)
+    x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
+    check_kda.states(x, state, conv_state)
     check.tensor("slots", slots, (None,), check.INT32, like=q)
-    _check_slots(q, state, slots, slots.shape[0], fresh, num_tokens)
-    lengths = _check_cu_seqlens(q, slots, cu_seqlens)
+    check_kda.sequences(q, state, slots, slots.shape[0], fresh, num_tokens)
+    lengths = check_kda.cu_seqlens(q, slots, cu_seqlens)
     if plan is not None:
         given = (plan.heads, plan.lengths)
         check.require(given == (x.heads, tuple(lengths)), "plan", f"heads {x.heads}, lengths {lengths}", given)
@@ -213,12 +214,12 @@ def prefill_(
 def zero_(state: torch.Tensor, conv_state: torch.Tensor, slots: torch.Tensor) -> None:
     """Set the two states of slots [n] int32 to 0 in place, NaN too; slot 0 is skipped.
 
-    state [slots, heads, 128, 128] f32 and conv_state [slots, 3, channels], or the whole pools [slots, layers, ...] of both.
-    Returns None. Raises ValueError naming the argument at fault.
+    state f32 [slots, heads, 128, 128] and conv_state [slots, 3, channels], or the whole pools [slots, layers, ...] of
+    both. Returns None. Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.zero_", state):
         raise no_kernel("kda.zero_", state)
-    _check_pools(state, conv_state)
+    check_kda.pools(state, conv_state)
     check.tensor("slots", slots, (None,), check.INT32, like=state)
     where = slots[slots > 0].long()
     state[where] = 0.0
@@ -233,95 +234,10 @@ def copy_(state: torch.Tensor, conv_state: torch.Tensor, src: torch.Tensor, dst:
     """
     if not use_reference("kda.copy_", state):
         raise no_kernel("kda.copy_", state)
-    _check_pools(state, conv_state)
+    check_kda.pools(state, conv_state)
     check.tensor("src", src, (None,), check.INT32, like=state)
     check.tensor("dst", dst, src.shape, check.INT32, like=state)
     live = (src > 0) & (dst > 0)
     source, target = src[live].long(), dst[live].long()
     state[target] = state[source]
     conv_state[target] = conv_state[source]
-
-
-def _inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    f: torch.Tensor,
-    beta: torch.Tensor,
-    gate: torch.Tensor,
-    conv_weight: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    o_norm: torch.Tensor,
-    lower_bound: float,
-    eps: float,
-) -> reference.Inputs:
-    check.tensor("q", q, (None, None), check.ACTIVATION, row=True)
-    tokens, width = q.shape
-    heads = width // DIM
-    check.require(heads >= 1 and width == heads * DIM, "q", "heads*128 columns", width)
-    for name, x in (("k", k), ("v", v), ("f", f), ("gate", gate)):
-        check.tensor(name, x, (tokens, width), (q.dtype,), like=q, row=True)
-    check.tensor("beta", beta, (tokens, heads), (q.dtype,), like=q, row=True)
-    check.tensor("conv_weight", conv_weight, (3 * width, reference.TAPS), check.F32, like=q)
-    check.tensor("a_log", a_log, (None,), check.F32, like=q)
-    check.require(a_log.shape[0] >= heads, "a_log", f"at least {heads} values", a_log.shape[0])
-    check.tensor("dt_bias", dt_bias, (width,), check.F32, like=q)
-    check.tensor("o_norm", o_norm, (DIM,), check.F32, like=q)
-    check.require(lower_bound < 0, "lower_bound", "a negative number", lower_bound)
-    return reference.Inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
-
-
-def _check_states(x: reference.Inputs, state: torch.Tensor, conv_state: torch.Tensor) -> None:
-    check.tensor("state", state, (None, x.heads, DIM, DIM), check.F32, like=x.q)
-    channels = 3 * x.heads * DIM
-    check.tensor("conv_state", conv_state, (state.shape[0], 3, channels), check.ACTIVATION, like=x.q)
-    inner = (state.stride()[1:], conv_state.stride()[1:])
-    dense = ((DIM * DIM, DIM, 1), (channels, 1))
-    for name, got, want in zip(("state", "conv_state"), inner, dense, strict=True):
-        # The stride of a dimension of size 1 means nothing.
-        same = got[-len(want) :] == want or (x.heads == 1 and got[1:] == want[1:])
-        check.require(same, name, f"contiguous within a slot (strides {want})", got)
-
-
-def _check_slots(
-    q: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    count: int,
-    fresh: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-) -> None:
-    check.tensor("slots", slots, (count,), check.INT32, like=q)
-    if slots.is_cpu and count:  # free of a device sync only there
-        low, high = (int(v) for v in slots.aminmax())
-        check.require(low >= 0 and high < state.shape[0], "slots", f"0 to {state.shape[0] - 1}", f"{low} to {high}")
-    if fresh is not None:
-        check.tensor("fresh", fresh, (count,), check.BOOL, like=q)
-    check.num_tokens(num_tokens, q)
-
-
-def _check_cu_seqlens(q: torch.Tensor, slots: torch.Tensor, cu_seqlens: torch.Tensor) -> list[int]:
-    check.tensor("cu_seqlens", cu_seqlens, (slots.shape[0] + 1,), check.INT32, like=q)
-    borders = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in zip(borders, borders[1:], strict=False)]
-    ok = borders[0] == 0 and borders[-1] <= q.shape[0] and min(lengths, default=0) >= 0
-    check.require(ok, "cu_seqlens", f"rising from 0 to at most {q.shape[0]}", borders)
-    return lengths
-
-
-def _check_records(
-    x: reference.Inputs, state: torch.Tensor, records: torch.Tensor | None, accepted: torch.Tensor | None, count: int
-) -> None:
-    if records is not None:
-        shape = (state.shape[0], None, x.heads, reference.RECORD_ROWS, DIM)
-        check.tensor("records", records, shape, check.F32, like=x.q)
-    if accepted is not None:
-        check.tensor("accepted", accepted, (count,), check.INT32, like=x.q)
-
-
-def _check_pools(state: torch.Tensor, conv_state: torch.Tensor) -> None:
-    check.tensor("state", state, None, check.F32)
-    check.require(state.ndim in (4, 5), "state", "[slots, heads, 128, 128] or the pool of 5 dims", list(state.shape))
-    lead = state.shape[: state.ndim - 3]  # [slots] or [slots, layers]
-    check.tensor("conv_state", conv_state, (*lead, 3, 3 * state.shape[-3] * DIM), check.ACTIVATION, like=state)

@@ -94,7 +94,7 @@ def prefill(
     block_table, context_lens as in ``decode``; cu_seqlens [n+1] int32 over T. Sequence i has
     cu_seqlens[i+1] - cu_seqlens[i] new tokens, the last of its context_lens[i]. Softmax in fp32.
 
-    Returns [T, heads, 128] of q's dtype; rows beyond cu_seqlens[n] are 0. Raises ValueError naming the argument at fault.
+    Returns [T, heads, 128] of q's dtype; rows beyond cu_seqlens[n] are 0. Raises ValueError naming the argument.
     """
     if not use_reference("mla.prefill", q):
         raise no_kernel("mla.prefill", q)

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kimi_kernels import _check as check
 from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels.reference import expert_weights
 from kimi_kernels.reference import moe as reference
+from kimi_kernels.reference.expert_weights import ExpertWeights
 
 FORMATS = ("mxfp4", "fp8", "bf16")
 ACTIVATIONS = ("fp8", "bf16")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """One matrix of all experts, packed: y = x W^T with W [rows, cols] for each expert.
-
-    ``layout`` "plain" holds the checkpoint's own bytes stacked, w13 being the gate rows (w1), then the up rows (w3):
-    mxfp4: data uint8 [E, rows, cols/2], scale uint8 [E, rows, cols/32] (E8M0);
-    fp8: data float8_e4m3fn [E, rows, cols], scale f32 [E, parts*ceil(rows/parts/128), ceil(cols/128)];
-    bf16: data bfloat16 [E, rows, cols], scale None. Other layouts are the kernels' own.
-    ``parts`` is the number of matrices stacked by rows: 2 for w13, 1 for w2.
-    """
-
-    format: str
-    layout: str
-    data: torch.Tensor
-    scale: torch.Tensor | None
-    num_experts: int
-    rows: int
-    cols: int
-    parts: int = 1
 
 
 def pack_mxfp4(
@@ -68,12 +48,7 @@ def pack_mxfp4(
         check.require(bad == 0, name, "E8M0 bytes 0 to 254", f"{bad} of 255 (not a number)")
     if not use_reference("moe.experts", w1):
         raise no_kernel("moe.experts", w1)
-    return (
-        ExpertWeights(
-            "mxfp4", "plain", torch.cat([w1, w3], 1), torch.cat([w1_scale, w3_scale], 1), experts, 2 * inner, width, 2
-        ),
-        ExpertWeights("mxfp4", "plain", w2, w2_scale, experts, width, inner),
-    )
+    return expert_weights.plain("mxfp4", w1, w1_scale, w3, w3_scale, w2, w2_scale)
 
 
 def pack_fp8(
@@ -102,11 +77,7 @@ def pack_fp8(
     check.tensor("w2_scale", w2_scale, (experts, width_blocks, inner_blocks), check.F32, like=w1)
     if not use_reference("moe.experts", w1):
         raise no_kernel("moe.experts", w1)
-    w13 = torch.cat([w1.view(torch.uint8), w3.view(torch.uint8)], 1).view(torch.float8_e4m3fn)
-    return (
-        ExpertWeights("fp8", "plain", w13, torch.cat([w1_scale, w3_scale], 1), experts, 2 * inner, width, 2),
-        ExpertWeights("fp8", "plain", w2, w2_scale, experts, width, inner),
-    )
+    return expert_weights.plain("fp8", w1, w1_scale, w3, w3_scale, w2, w2_scale)
 
 
 def pack_bf16(w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights]:
@@ -121,10 +92,7 @@ def pack_bf16(w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> tuple[Exp
     _check_sizes(experts, inner, width)
     check.tensor("w3", w3, (experts, inner, width), bf16, like=w1)
     check.tensor("w2", w2, (experts, width, inner), bf16, like=w1)
-    return (
-        ExpertWeights("bf16", "plain", torch.cat([w1, w3], 1), None, experts, 2 * inner, width, 2),
-        ExpertWeights("bf16", "plain", w2, None, experts, width, inner),
-    )
+    return expert_weights.plain("bf16", w1, None, w3, None, w2, None)
 
 
 def unpack(w13: ExpertWeights, w2: ExpertWeights) -> tuple[torch.Tensor, ...]:
@@ -134,13 +102,8 @@ def unpack(w13: ExpertWeights, w2: ExpertWeights) -> tuple[torch.Tensor, ...]:
     The tensors may share memory with the packed ones. Raises ValueError for a layout that is not known.
     """
     for name, w in (("w13", w13), ("w2", w2)):
-        check.require(w.layout == "plain", name, 'layout "plain"', w.layout)
-    inner = w13.rows // 2
-    w1, w3 = w13.data[:, :inner], w13.data[:, inner:]
-    if w13.scale is None or w2.scale is None:
-        return w1, w3, w2.data
-    w1_scale, w3_scale = w13.scale.chunk(2, 1)
-    return w1, w1_scale, w3, w3_scale, w2.data, w2.scale
+        check.require(w.layout == "plain", name, 'layout "plain"', repr(w.layout))
+    return expert_weights.split(w13, w2)
 
 
 def workspace_size(
@@ -180,9 +143,10 @@ def experts(
     ``dispatch``: the work list of ``routing.dispatch`` for these ids; None makes it inside. ``out`` [T, D] of x's
     dtype is written and returned. ``workspace``: uint8 of ``workspace_size`` bytes; None allocates.
 
-    ``activation`` says how bf16 x and the intermediate h enter the products: "fp8" quantises both to E4M3 (x with a scale
-    per token and 128 columns, h from fp32 with one per token and 64), "bf16" rounds h to bf16. A bf16 x means the same
-    on the CPU as on CUDA. float32 x (CPU only) is exact: nothing is quantised or rounded, whatever ``activation`` says.
+    ``activation`` says how bf16 x and the intermediate h enter the products: "fp8" quantises both to E4M3 (x with a
+    scale per token and 128 columns, h from fp32 with one per token and 64), "bf16" rounds h to bf16. A bf16 x means the
+    same on the CPU as on CUDA. float32 x (CPU only) is exact: nothing is quantised or rounded, whatever ``activation``
+    says.
     Sums are fp32, in an order that does not depend on the other tokens.
 
     Returns [T, D] of x's dtype. Raises ValueError naming the argument at fault.
@@ -229,8 +193,8 @@ def finalize(
 ) -> torch.Tensor:
     """Gather a token's expert rows, weigh and sum them in order, apply the latent RMSNorm (K3 spec section 8).
 
-    rows [R, D] row-strided bf16 or f32; row_index [T, k] int32, -1: no row (its weight is not looked at); weights [T, k]
-    f32; norm_weight [D] or None (the sum as it is: reduce over ranks first). fp32 inside.
+    rows [R, D] row-strided bf16 or f32; row_index [T, k] int32, -1: no row (its weight is not looked at); weights
+    [T, k] f32; norm_weight [D] or None (the sum as it is: reduce over ranks first). fp32 inside.
     Returns [T, D] of rows' dtype; a token without rows is 0. Raises ValueError naming the argument at fault.
     """
     if not use_reference("moe.finalize", rows):

@@ -8,6 +8,7 @@ from kimi_kernels import _check as check
 from kimi_kernels import _ops
 from kimi_kernels._dispatch import no_kernel, use_reference
 from kimi_kernels.reference import norm as reference
+from kimi_kernels.reference.quant import fp8_per_token_group
 
 _ops.define("norm_rms(Tensor x, Tensor weight, Tensor(a!)? out, Tensor(b!)? q, Tensor(c!)? scale, float eps) -> ()")
 
@@ -45,6 +46,25 @@ def rms_gated(
     width = weight.shape[0]
     check.require(width > 0 and x.shape[1] % width == 0, "x", f"a multiple of {width} columns", x.shape[1])
     return _deliver(reference.rms_gated(x, gate, weight, eps), x, out)
+
+
+def rms_fp8(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm, then E4M3 with one f32 scale per token and 128 columns, from the fp32 value in one pass.
+
+    x, weight, eps as ``rms``; scale and rounding as ``quant.fp8_per_token_group``. ``out`` [T, H] of x's dtype receives
+    the norm's own result too. Returns (values float8_e4m3fn [T, H], scales f32 [T, ceil(H/128)]).
+    Raises ValueError naming the argument at fault.
+    """
+    if not use_reference("norm.rms_fp8", x):
+        raise no_kernel("norm.rms_fp8", x)
+    check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
+    check.tensor("weight", weight, (x.shape[1],), check.ACTIVATION, like=x)
+    result = reference.rms(x, weight, eps)
+    if out is not None:
+        _deliver(result, x, out)
+    return fp8_per_token_group(result, 128)
 
 
 def _deliver(result: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kimi_kernels import _check as check
@@ -50,3 +52,52 @@ def topk(
     if counts is not None:
         check.tensor("counts", counts, (num_experts + 1,), check.INT32, like=logits)
     return reference.topk(logits, bias, k, num_groups, topk_groups, scale, num_tokens, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Work list of the grouped GEMMs, resident on the device; all int32. E counts the experts of ``expert_range``."""
+
+    counts: torch.Tensor  # [E] pairs of each expert
+    offsets: torch.Tensor  # [E+1] where an expert's pairs start; the last is their total
+    pairs: torch.Tensor  # [T*k] token * k + j in the order of experts, ascending within one; -1 beyond the total
+    tiles: torch.Tensor  # [max_tiles, 3] (expert, first position in pairs, tokens), fullest experts first; -1 beyond
+    num_tiles: torch.Tensor  # [1]
+    expert_range: tuple[int, int]
+
+
+def dispatch(
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    expert_range: tuple[int, int] | None = None,
+    num_tokens: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> Dispatch:
+    """Sort (token, expert) pairs by expert and cut each expert's into tiles; nothing leaves the device.
+
+    ids [T, k] int32 as ``topk`` gives them, below ``num_experts`` (1 to 1024); -1 takes no part, nor do ids outside
+    ``expert_range`` (first, last+1) and rows beyond ``num_tokens`` int32 [1]. The order is stable: pairs of one expert
+    ascend. ``counts`` int32 [num_experts+1] is the tensor that ``topk`` added to for these ids: it is set to 0, in
+    place, for the next step.
+
+    Returns a Dispatch. Raises ValueError naming the argument at fault.
+    """
+    if not use_reference("routing.dispatch", ids):
+        raise no_kernel("routing.dispatch", ids)
+    check.tensor("ids", ids, (None, None), check.INT32)
+    check.require(1 <= num_experts <= 1024, "num_experts", "1 to 1024", num_experts)
+    if ids.is_cpu and ids.numel():  # free of a device sync only there
+        low, high = (int(v) for v in ids.aminmax())
+        check.require(low >= -1 and high < num_experts, "ids", f"-1 to {num_experts - 1}", f"{low} to {high}")
+    first, last = expert_range or (0, num_experts)
+    check.require(
+        0 <= first < last <= num_experts, "expert_range", f"0 <= first < last+1 <= {num_experts}", expert_range
+    )
+    check.num_tokens(num_tokens, ids)
+    if counts is not None:
+        check.tensor("counts", counts, (num_experts + 1,), check.INT32, like=ids)
+    result = Dispatch(*reference.dispatch(ids, first, last, num_tokens), expert_range=(first, last))
+    if counts is not None:
+        counts.zero_()
+    return result

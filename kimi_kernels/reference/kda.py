@@ -100,7 +100,7 @@ def step(state: torch.Tensor, t: Tokens) -> tuple[torch.Tensor, torch.Tensor, to
 def load(
     state: torch.Tensor, conv_state: torch.Tensor, slots: torch.Tensor, fresh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States of the slots [n]: f32 [n, heads, v, k] and conv [n, 3, C]; zero where fresh (by selection: NaN is harmless)."""
+    """States of slots [n]: f32 [n, heads, v, k], conv [n, 3, C]; zero where fresh, by selection: NaN is harmless."""
     current, conv = state[slots], conv_state[slots]
     if fresh is not None:
         current = current.masked_fill(fresh[:, None, None, None], 0.0)
@@ -156,7 +156,7 @@ def counts(accepted: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
 def replay(
     records: torch.Tensor, current: torch.Tensor, conv: torch.Tensor, accepted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat the first accepted [n] tokens of records [n, run, heads, 6, 128] on the states; same operations as ``step``."""
+    """Repeat the first accepted [n] tokens of records [n, run, heads, 6, 128], with the operations of ``step``."""
     longest = int(accepted.max()) if accepted.numel() else 0
     for token in range(min(longest, records.shape[1])):
         rows = (accepted > token).nonzero().squeeze(1)

@@ -7,6 +7,7 @@ and heads side by side.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ def live_pieces(slots: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: torch
     borders = cu_seqlens.tolist()
     end = borders[-1] if num_tokens is None else int(num_tokens)
     owners = slots.tolist()
-    lengths = [min(stop, end) - start for start, stop in zip(borders, borders[1:], strict=False)]
+    lengths = [min(stop, end) - start for start, stop in itertools.pairwise(borders)]
     order = sorted((i for i, n in enumerate(lengths) if n > 0 and owners[i] > 0), key=lambda i: -lengths[i])
     return Pieces(order, [borders[i] for i in order], [lengths[i] for i in order])
 
@@ -92,7 +93,7 @@ def _offsets(pieces: Pieces) -> list[int]:
 
 
 def _extend(x: Inputs, conv: torch.Tensor, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows of x in piece order [R], raw rows with each piece's state rows before it, position of each row in those)."""
+    """(rows of x in piece order [R], raw rows with each piece's state rows before it, position in those)."""
     device = x.q.device
     rows = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(pieces.start, pieces.length, strict=True)])
     raw = x.raw(rows)

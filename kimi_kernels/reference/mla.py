@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kimi_kernels.reference.norm import rms
@@ -33,7 +35,7 @@ def store(
 def gather(
     cache: torch.Tensor, block_table: torch.Tensor, length: int, cache_scale: torch.Tensor | float | None
 ) -> torch.Tensor:
-    """cache [blocks, block, 576], block_table [n, max_blocks] -> f32 [n, length, 576]; only the blocks needed are read."""
+    """cache [blocks, block, 576], block_table [n, max_blocks] -> f32 [n, length, 576]; no block beyond is read."""
     blocks = -(-length // cache.shape[1])
     rows = cache[block_table[:, :blocks].long()]  # [n, blocks, block, 576]
     rows = rows.flatten(1, 2)[:, :length].float()
@@ -53,7 +55,7 @@ def decode(
     out = q.new_zeros((q.shape[0], q.shape[1], LATENT), dtype=torch.float32)
     contexts = context_lens.tolist()
     starts = list(range(len(contexts) + 1)) if cu_seqlens is None else cu_seqlens.tolist()
-    queries = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    queries = [stop - start for start, stop in itertools.pairwise(starts)]
     order = sorted((i for i, c in enumerate(contexts) if c > 0 and queries[i] > 0), key=lambda i: -contexts[i])
     while order:
         longest = contexts[order[0]]

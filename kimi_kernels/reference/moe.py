@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from kimi_kernels.reference import quant
+from kimi_kernels.reference.expert_weights import ExpertWeights
 from kimi_kernels.reference.norm import rms
-
-if TYPE_CHECKING:
-    from kimi_kernels.moe import ExpertWeights
 
 X_GROUP = 128  # columns of x that share a scale when activations are FP8
 H_GROUP = 64  # columns of h that share one: what a 128-row tile of interleaved gate and up rows holds

@@ -1,4 +1,4 @@
-"""Number formats: MXFP4 and FP8 weights, FP8 and MXFP8 activations (K3 spec section 9; OCP microscaling formats 1.0)."""
+"""Number formats: MXFP4 and FP8 weights, FP8 and MXFP8 activations (K3 spec section 9; OCP microscaling 1.0)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 E4M3_MAX = 448.0
-# A group whose largest magnitude is below this is scaled as if it had this one: 1 / scale stays finite, zeros stay zero.
+# A group whose largest magnitude is below this is scaled as if it were this: 1 / scale is finite, zeros stay zero.
 MIN_AMAX = 1e-10
 
 
@@ -61,3 +61,19 @@ def fp8_per_token_group(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torc
 def fp8_groups_dequant(values: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
     """Inverse of fp8_per_token_group: e4m3 [T, K], f32 [T, ceil(K/group)] -> f32 [T, K]."""
     return values.float() * scale.repeat_interleave(group, 1)[:, : values.shape[1]]
+
+
+def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] -> (e4m3 [T, K], E8M0 uint8 [T, K/32]): the smallest power of two that keeps amax within 448."""
+    grouped = x.float().unflatten(-1, (-1, 32))
+    amax = grouped.abs().amax(-1)  # [T, K/32]
+    # amax = m * 2^e with 0.5 <= m < 1, and 448 = 0.875 * 2^9: one more power when m is over 0.875.
+    mantissa, exponent = torch.frexp(amax)
+    byte = (exponent - 9 + (mantissa > 0.875) + 127).clamp(0, 254)
+    byte = torch.where(amax == 0, 0, byte)
+    byte = torch.where(amax.isfinite(), byte, 255)
+    # Two factors, each a normal number: 2^127 over a denormal amax would not fit one.
+    power = 127 - byte
+    half = power.div(2, rounding_mode="floor")
+    scaled = torch.ldexp(torch.ldexp(grouped, half.unsqueeze(-1)), (power - half).unsqueeze(-1))
+    return scaled.flatten(-2).to(torch.float8_e4m3fn), byte.to(torch.uint8)

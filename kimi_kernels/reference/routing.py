@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+TILE_TOKENS = 192  # the most tokens of one expert in a tile of the grouped GEMMs
+
 
 def topk(
     logits: torch.Tensor,
@@ -50,3 +52,46 @@ def topk(
 def _best(values: torch.Tensor, k: int) -> torch.Tensor:
     """Indices of the k largest, largest first; a stable sort puts the lower index first among equals."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def dispatch(
+    ids: torch.Tensor, first: int, last: int, num_tokens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids [T, k] -> int32 counts [E], offsets [E+1], pairs [T*k], tiles [max, 3], num_tiles [1]; E = last - first."""
+    device, experts = ids.device, last - first
+    flat = ids.flatten().long()
+    live = (flat >= first) & (flat < last)
+    if num_tokens is not None:
+        live &= torch.arange(flat.numel(), device=device) < num_tokens * ids.shape[1]
+    flat = torch.where(live, flat - first, experts)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    pairs = flat.argsort(stable=True)
+    pairs = torch.where(torch.arange(flat.numel(), device=device) < offsets[-1], pairs, -1)
+    tiles = torch.full((max_tiles(flat.numel(), experts), 3), -1, dtype=torch.int32, device=device)
+    rows = tile_rows(counts.tolist(), offsets.tolist())
+    if rows:
+        tiles[: len(rows)] = torch.tensor(rows, dtype=torch.int32, device=device)
+    num_tiles = torch.tensor([len(rows)], dtype=torch.int32, device=device)
+    return counts.int(), offsets.int(), pairs.int(), tiles, num_tiles
+
+
+def max_tiles(pairs: int, experts: int) -> int:
+    """The most tiles that ``pairs`` (token, expert) pairs can make, whatever the routing."""
+    return min(pairs, experts) + pairs // TILE_TOKENS
+
+
+def tile_rows(counts: list[int], offsets: list[int]) -> list[tuple[int, int, int]]:
+    """(expert, first position in pairs, tokens): equal pieces in multiples of 8, the fullest experts first."""
+    rows = []
+    for expert in sorted(range(len(counts)), key=lambda e: -counts[e]):
+        left, at = counts[expert], offsets[expert]
+        if left == 0:
+            break
+        pieces = -(-left // TILE_TOKENS)
+        each = -(-left // pieces)
+        size = -(-each // 8) * 8
+        while left > 0:
+            rows.append((expert, at, min(size, left)))
+            at, left = at + size, left - size
+    return rows
