@@ -62,8 +62,8 @@ def prepare_gated(tokens: int, session: Session) -> Prepared:
 
     def plain(x: Tensor, gate: Tensor) -> Tensor:
         """[T, heads * 128] -> the same; each head is normed by itself."""
-        by_head = [t.unflatten(-1, (HEADS, HEAD)) for t in (x, gate)]
-        return eager.rms_norm_gated(*by_head, weight).flatten(-2)
+        by_head = (HEADS, HEAD)
+        return eager.rms_norm_gated(x.unflatten(-1, by_head), gate.unflatten(-1, by_head), weight).flatten(-2)
 
     def ours(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
         return norm.rms_gated(x, gate, weight, out=out)

@@ -6,6 +6,7 @@ too. Why rotated buffers: a kernel called again on the same tensors finds them i
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import statistics
@@ -75,16 +76,32 @@ class GraphTimer:
 
         self._replay: Call = run_body
         self.captured, self.num_calls = True, len(body)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
-                run_body()
-            self._replay = graph.replay
+            self._replay = self._record(run_body).replay
         except RuntimeError:
             torch.cuda.synchronize()
             self.captured = False
         self._replay()
         self._replay_us = max(self._elapsed_us(self._replay), 1.0)
+
+    @staticmethod
+    def _record(body: Call) -> torch.cuda.CUDAGraph:
+        """`body` as a graph. `torch.cuda.graph` would collect garbage and empty the allocator's cache each time, which
+        takes longer than the timing; a collection DURING the capture could free device memory, hence the pause."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin()
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph
 
     def _elapsed_us(self, body: Call) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

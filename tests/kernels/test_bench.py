@@ -14,7 +14,7 @@ import torch
 
 from bench.kernels import __main__ as program
 from bench.kernels import eager, quoted, report
-from bench.kernels.case import Session, relative_error
+from bench.kernels.case import Case, Session, relative_error
 from bench.kernels.peer_kit import FILES, MissingPeerError, PeerKit
 from kimi_kernels.testing.ceilings import Ceilings
 from kimi_kernels.testing.timing import num_sets, summarise
@@ -82,8 +82,6 @@ def test_a_pattern_that_names_nothing_is_an_error(capsys: pytest.CaptureFixture)
     ],
 )
 def test_patterns(pattern: str, expected: set[str]) -> None:
-    from bench.kernels.case import Case
-
     def never(session: Session) -> None:
         raise AssertionError("choosing must not prepare")
 
@@ -96,6 +94,38 @@ def test_commas_inside_brackets_do_not_split() -> None:
     assert program.split_patterns("routing, kda.decode_[H=12,B=1],") == ["routing", "kda.decode_[H=12,B=1]"]
     assert program.families_of(["kda.decode_[H=12,B=1]", "routing"]) == ["routing", "kda"]
     assert program.families_of(["routing", "T=16"]) == list(program.FAMILIES)
+
+
+# The smallest case of each row of the first kernels; the references answer in place of kernels here.
+SMALL = [
+    case
+    for case in program.load_cases(["routing", "attn_res", "norm", "quant", "moe"])
+    if (case.family != "moe" or case.operation == "moe.finalize") and case.shape.get("T") == 16
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself runs these")
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_cases_prepare_check_and_call_every_side(case: Case) -> None:
+    session = Session(torch.device("cpu"), PeerKit(None))
+    session.num_sets = lambda *_, **__: 2  # type: ignore[method-assign]
+    prepared = case.prepare(session)
+    assert prepared.read_bytes > 0 < prepared.write_bytes
+    calls = prepared.ours.calls()
+    assert len(calls) == 2
+    assert prepared.ours.check is not None
+    assert prepared.ours.check() <= prepared.ours.tolerance
+    for call in calls:
+        call()
+    ran = []
+    for side in prepared.peers:
+        try:
+            for call in side.calls():
+                call()
+            ran.append(side.name)
+        except MissingPeerError:
+            assert side.name.startswith("vLLM")
+    assert ran == ["torch eager"]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
