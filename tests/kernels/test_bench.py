@@ -150,11 +150,11 @@ def test_ratio_never_uses_a_peer_that_does_less_or_is_wrong() -> None:
     assert not row(2.0, (less, right)).failed
 
 
-def test_a_quoted_time_counts_only_when_no_peer_was_measured() -> None:
+def test_a_quoted_time_takes_part_and_shows_its_date() -> None:
     old = peer("old", 1.0, status=report.QUOTED)
-    assert row(2.0, (old, peer("eager", 8.0))).ratio == pytest.approx(4.0)
-    assert row(2.0, (old,)).ratio == pytest.approx(0.5)
-    assert f"(quoted {quoted.DATE})" in " ".join(report.row_cells(row(2.0, (old,)), quoted.DATE))
+    assert row(2.0, (old, peer("torch eager", 8.0))).ratio == pytest.approx(0.5)  # no flattery by a missing kit
+    assert row(2.0, (old, peer("new", 0.5))).ratio == pytest.approx(0.25)
+    assert f"1.00 (quoted {quoted.DATE})" in report.row_cells(row(2.0, (old,)), quoted.DATE)
 
 
 @pytest.mark.parametrize("error", [6e-3, math.inf, math.nan])
