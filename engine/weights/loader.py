@@ -26,7 +26,8 @@ def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, pr
     work = match(config, inventory, problems)
     if problems:
         raise CheckpointError(model_dir, problems)
-    work.sort(key=lambda item: (inventory.shards.index(item[1].file), item[1].offset))
+    order = {shard: at for at, shard in enumerate(inventory.shards)}
+    work.sort(key=lambda item: (order[item[1].file], item[1].offset))
 
     with torch.device("meta"):
         model = KimiK3(config)
