@@ -204,7 +204,8 @@ class StepOutput:
 
     tokens: dict[str, SampledToken] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    # for requests with prompt_logprobs: entry for each prompt position whose successor was in this step's chunk
+    # for requests with prompt_logprobs: an entry for each prompt token that this step's chunk predicts, in order; each
+    # once in the request's life, so a recompute after a preemption gives only those that are missing
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 

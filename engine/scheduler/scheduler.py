@@ -41,7 +41,7 @@ class Scheduler:
         self._by_priority = config.scheduling_policy == "priority"
         self._requests: dict[str, Request] = {}
         self._ranks: dict[str, Rank] = {}
-        # Collected over the chunks, delivered once with the first update; a preemption collects anew.
+        # Collected over the chunks, delivered with the first update. A recompute reports no position twice.
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._waiting = RankedRequests()
         self._running = RankedRequests()
@@ -166,7 +166,6 @@ class Scheduler:
         rank = self._ranks[request.request_id]
         self._running.remove(rank)
         self.cache.release(request)
-        self._prompt_logprobs.pop(request.request_id, None)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1

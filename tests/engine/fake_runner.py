@@ -47,6 +47,7 @@ class FakeRunner:
         self.before_step: Callable[[StepPlan], None] | None = None
         self.request_errors: dict[str, str] = {}
         self.forgotten: list[str] = []
+        self.prompt_positions: dict[str, int] = {}
         self.num_forwards = 0
         self.num_tokens_computed = 0
         self.plans: list[list[tuple[str, int, int]]] = []
@@ -100,8 +101,11 @@ class FakeRunner:
             output.tokens[request.request_id] = SampledToken(next_token(request.tokens(0, stop)))
         if request.sampling.prompt_logprobs is not None:
             last = len(request.prompt_token_ids) - 1
-            successors = [request.prompt_token_ids[p + 1] for p in range(start, min(stop, last))]
+            first = max(start, self.prompt_positions.get(request.request_id, 0))
+            stop = min(stop, last)
+            successors = [request.prompt_token_ids[p + 1] for p in range(first, stop)]
             output.prompt_logprobs[request.request_id] = [TokenLogprobs(t, -1.0, 1, []) for t in successors]
+            self.prompt_positions[request.request_id] = max(first, stop)
 
     def _check_shape(self, plan: StepPlan) -> None:
         config = self.engine_config
