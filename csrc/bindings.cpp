@@ -6,6 +6,9 @@
 #include "common/tensor.h"
 
 namespace kimi {
+namespace kda {
+void register_kda(py::module_& m);
+}
 namespace norm {
 void register_norm(py::module_& m);
 }
@@ -22,5 +25,6 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("describe", &kimi::describe, pybind11::arg("tensor"));
 
+  kimi::kda::register_kda(m);
   kimi::norm::register_norm(m);
 }

@@ -9,12 +9,29 @@ import torch
 
 from kimi_kernels import _check as check
 from kimi_kernels import _check_kda as check_kda
+from kimi_kernels import _ops
 from kimi_kernels._dispatch import no_kernel, use_reference
 from kimi_kernels.reference import kda as reference
 from kimi_kernels.reference import kda_prefill as reference_prefill
 from kimi_kernels.reference.kda import DIM
 
 MAX_RUN = 9  # tokens of a run that verify takes: one and up to 8 drafts
+
+_TOKEN_ARGS = (
+    "Tensor q, Tensor k, Tensor v, Tensor f, Tensor beta, Tensor gate, Tensor conv_weight, Tensor a_log, "
+    "Tensor dt_bias, Tensor o_norm, Tensor(a!) state, Tensor(b!) conv_state, Tensor slots"
+)
+_ops.define(
+    f"kda_decode({_TOKEN_ARGS}, Tensor? fresh, Tensor? num_tokens, Tensor? records, Tensor? accepted, Tensor(c!) out, "
+    "float lower_bound, float eps) -> ()"
+)
+_ops.define(
+    f"kda_verify({_TOKEN_ARGS}, Tensor cu_seqlens, Tensor? fresh, Tensor? num_tokens, Tensor(d!) records, "
+    "Tensor? accepted, Tensor(c!) out, float lower_bound, float eps) -> ()"
+)
+_ops.define("kda_commit(Tensor(a!) state, Tensor(b!) conv_state, Tensor records, Tensor slots, Tensor accepted) -> ()")
+_ops.define("kda_zero(Tensor(a!) state, Tensor(b!) conv_state, Tensor slots) -> ()")
+_ops.define("kda_copy(Tensor(a!) state, Tensor(b!) conv_state, Tensor src, Tensor dst) -> ()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +97,10 @@ def decode_(
     Returns [T, heads*128] of q's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.decode_", q):
-        raise no_kernel("kda.decode_", q)
+        out = _ops.empty(tuple(q.shape), torch.bfloat16, q)
+        tokens = (q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state, slots)
+        _ops.call("kda_decode", *tokens, fresh, num_tokens, records, accepted, out, lower_bound, eps)
+        return out
     x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
     check_kda.states(x, state, conv_state)
     check_kda.sequences(q, state, slots, q.shape[0], fresh, num_tokens)
@@ -125,7 +145,13 @@ def verify(
     Returns (out [T, heads*128] of q's dtype, records). Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.verify", q):
-        raise no_kernel("kda.verify", q)
+        if records is None:
+            check.require(accepted is None, "records", "the last run's records with accepted", None)
+            records = _ops.empty((state.shape[0], *record_shape(state.shape[1], MAX_RUN)), torch.float32, q)
+        out = _ops.empty(tuple(q.shape), torch.bfloat16, q)
+        tokens = (q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state, slots, cu_seqlens)
+        _ops.call("kda_verify", *tokens, fresh, num_tokens, records, accepted, out, lower_bound, eps)
+        return out, records
     x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
     check_kda.states(x, state, conv_state)
     check.tensor("slots", slots, (None,), check.INT32, like=q)
@@ -150,7 +176,8 @@ def commit_(
     open is copied, exported or freed. Returns None. Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.commit_", state):
-        raise no_kernel("kda.commit_", state)
+        _ops.call("kda_commit", state, conv_state, records, slots, accepted)
+        return
     check.tensor("state", state, (None, None, DIM, DIM), check.F32)
     slot_count, heads = state.shape[:2]
     check.tensor("records", records, (slot_count, None, heads, reference.RECORD_ROWS, DIM), check.F32, like=state)
@@ -218,7 +245,8 @@ def zero_(state: torch.Tensor, conv_state: torch.Tensor, slots: torch.Tensor) ->
     both. Returns None. Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.zero_", state):
-        raise no_kernel("kda.zero_", state)
+        _ops.call("kda_zero", state, conv_state, slots)
+        return
     check_kda.pools(state, conv_state)
     check.tensor("slots", slots, (None,), check.INT32, like=state)
     where = slots[slots > 0].long()
@@ -233,7 +261,8 @@ def copy_(state: torch.Tensor, conv_state: torch.Tensor, src: torch.Tensor, dst:
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.copy_", state):
-        raise no_kernel("kda.copy_", state)
+        _ops.call("kda_copy", state, conv_state, src, dst)
+        return
     check_kda.pools(state, conv_state)
     check.tensor("src", src, (None,), check.INT32, like=state)
     check.tensor("dst", dst, src.shape, check.INT32, like=state)

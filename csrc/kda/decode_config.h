@@ -36,4 +36,27 @@ struct DecodeShared {
   alignas(16) float partials[Config::kPartials];  // written by every block of the cluster
 };
 
+// A run of up to kMaxRun tokens, and the last run's record as far as it is committed.
+template <class Config>
+struct RunShared {
+  struct Record {
+    alignas(16) float decay[kHeadDim];
+    alignas(16) float k[kHeadDim];
+    alignas(16) float delta[Config::kBlockRows];
+  };
+  struct Token {
+    alignas(16) float q[kHeadDim];
+    alignas(16) float k[kHeadDim];
+    alignas(16) float decay[kHeadDim];
+    float v[Config::kBlockRows];
+    float o[Config::kBlockRows];
+    __nv_bfloat16 gate[Config::kBlockRows];
+    float beta;  // after the sigmoid
+    alignas(16) float sum_squares[8];
+    alignas(16) float partials[Config::kPartials];
+  };
+  Record committed[kMaxRun];
+  Token tokens[kMaxRun];
+};
+
 }  // namespace kimi::kda
