@@ -231,7 +231,7 @@ def _order_run(run: list[Message], calls: list[ToolCall], first: int) -> Iterabl
             if at >= len(calls):
                 raise ParameterError(
                     f"messages[{first + at}].tool_call_id",
-                    f"messages[{first + at}].tool_call_id {shown(message.tool_call_id)} answers no call and has no name",
+                    f"messages[{first + at}].tool_call_id {shown(message.tool_call_id)} answers no call",
                 )
             message.tool_name = calls[at].name
     return run

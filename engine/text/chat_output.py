@@ -86,7 +86,7 @@ class OutputParser:
         return self._take()
 
     def finish(self, reason: str) -> tuple[list[dict[str, Any]], str]:
-        """The rest, and the finish reason: ``length`` after a cut, else ``tool_calls`` if there was a call, or ``stop``."""
+        """The rest, and the finish reason: ``length`` after a cut, else ``tool_calls`` after any, else ``stop``."""
         self._marker = None
         if reason == "length":
             self._flush_text()

@@ -207,5 +207,5 @@ def test_tokenizer_without_control_tokens_is_a_clear_error():
         special_tokens: dict[str, int] = {}  # noqa: RUF012
 
     segments = render(parse_messages([{"role": "user", "content": "q"}]), ChatOptions())
-    with pytest.raises(ParameterError, match="no <|open|> token"):
+    with pytest.raises(ParameterError, match=r"no <\|open\|> token"):
         encode_segments(Plain(), segments)

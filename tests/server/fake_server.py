@@ -1,0 +1,19 @@
+"""``serve`` over the fake engine: ``python -m tests.server.fake_server DIR [options]``; a directory with a file named
+``tokenizer`` gets the byte tokenizer, any other has none."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine.server import options, serve
+from tests.server.byte_tokenizer import ByteTokenizer
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    args = parser.parse_args()
+    options.check(args)
+    serve.load_tokenizer = lambda path: ByteTokenizer() if (Path(path) / "tokenizer").exists() else None
+    sys.exit(serve.serve(args, factory="tests.server.fake_engine:build"))
