@@ -79,7 +79,11 @@ ALLOWED = {
     "engine.__main__": ["engine.cli"],
     "engine.__init__": ["engine.llm", "engine.types"],
 }
-ALIAS = {"engine.engine_config": "engine.config", "engine.config_fields": "engine.config"}  # all count as "config"
+ALIAS = {  # all count as "config"
+    "engine.engine_config": "engine.config",
+    "engine.config_fields": "engine.config",
+    "engine.version": "engine.config",
+}
 GOVERNED = ("torch", "safetensors", "cutlass", "kimi_kernels", "engine", "tests", "bench")
 
 
