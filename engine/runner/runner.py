@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class Runner:
         """Load a checkpoint directory. Raises ConfigError, CheckpointError or ParameterError before anything runs."""
         model_dir = Path(model_dir)
         config = ModelConfig.from_dir(model_dir)
-        eos = frozenset(config.eos_token_ids) | _generation_eos(model_dir, config.vocab_size)
+        eos = frozenset(config.eos_token_ids) | _end_tokens(model_dir, config.vocab_size)
         device = choose_device(engine_config.device)
         dtype = choose_dtype(engine_config.dtype, device)
         if engine_config.moe_weights is not None:
@@ -125,15 +126,30 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _generation_eos(model_dir: Path, vocab_size: int) -> frozenset[int]:
-    path = model_dir / "generation_config.json"
-    if not path.is_file():
-        return frozenset()
-    try:
-        value = json.loads(path.read_text()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a JSON object: {error}") from error
+def _end_tokens(model_dir: Path, vocab_size: int) -> frozenset[int]:
+    """End ids beside the config's: of generation_config.json, and the tokenizer's own eos_token.
+
+    The published tokenizer names another end token than the model config does, and the model ends turns with either.
+    """
+    generation, tokenizer = model_dir / "generation_config.json", model_dir / "tokenizer_config.json"
+    value = _read_object(generation).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    table = _read_object(tokenizer)
+    for token_id, token in table.get("added_tokens_decoder", {}).items():
+        if token.get("content") == table.get("eos_token"):
+            ids = [*ids, int(token_id)]
     if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
-        raise ConfigError(f"{path}: eos_token_id must be token ids below {vocab_size}, got {value!r}")
+        raise ConfigError(f"{model_dir}: end token ids must be below the vocabulary's {vocab_size}, got {ids!r}")
     return frozenset(ids)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
