@@ -14,7 +14,8 @@ def fp8_per_token_group(x: torch.Tensor, *, group: int = 128) -> tuple[torch.Ten
 
     ``scale = max(amax, 1e-10) / 448``, value = E4M3(x * (1 / scale)) to nearest even, saturating; a group of zeros
     gives zeros, NaN stays NaN. x [T, K] row-strided, bf16 or f32; the last group may be partial; ``group`` is a
-    multiple of 32. Inputs are not changed. Returns (values float8_e4m3fn [T, K], scales f32 [T, ceil(K/group)]): x ~ value * scale.
+    multiple of 32. Inputs are not changed.
+    Returns (values float8_e4m3fn [T, K], scales f32 [T, ceil(K/group)]): x ~ value * scale.
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("quant.fp8_per_token_group", x):

@@ -80,31 +80,35 @@ def finish(o: torch.Tensor, x: Inputs, rows: torch.Tensor | slice = slice(None))
 
 def predict(state: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """state [..., v, k], k [..., k] -> [..., v]."""
-    return torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
+    return torch.matmul(k.unsqueeze(-2), state.transpose(-1, -2)).squeeze(-2)
 
 
-def apply_update(state: torch.Tensor, decay: torch.Tensor, k: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """state [n, heads, v, k] * decay [n, heads, k] + delta [n, heads, v] k^T."""
-    return state * decay.unsqueeze(-2) + delta.unsqueeze(-1) * k.unsqueeze(-2)
+def write_(state: torch.Tensor, k: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """state [n, heads, v, k], in place: + delta [n, heads, v] k^T."""
+    return state.addcmul_(delta.unsqueeze(-1), k.unsqueeze(-2))
 
 
-def step(state: torch.Tensor, t: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token of n sequences, token by token form. state [n, heads, v, k] -> (o, new state, decay, delta)."""
+def decay_(state: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """state [n, heads, v, k] times decay [n, heads, k], in place."""
+    return state.mul_(decay.unsqueeze(-2))
+
+
+def step_(state: torch.Tensor, t: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token of n sequences, token by token form; state [n, heads, v, k] is changed. -> (o, decay, delta)."""
     decay = t.g.exp()
-    error = t.v - predict(state * decay.unsqueeze(-2), t.k)
+    error = t.v - predict(decay_(state, decay), t.k)
     delta = t.beta.unsqueeze(-1) * error
-    state = apply_update(state, decay, t.k, delta)
-    return predict(state, t.q), state, decay, delta
+    return predict(write_(state, t.k, delta), t.q), decay, delta
 
 
 def load(
     state: torch.Tensor, conv_state: torch.Tensor, slots: torch.Tensor, fresh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States of slots [n]: f32 [n, heads, v, k], conv [n, 3, C]; zero where fresh, by selection: NaN is harmless."""
-    current, conv = state[slots], conv_state[slots]
+    current, conv = state.index_select(0, slots), conv_state.index_select(0, slots)  # copies
     if fresh is not None:
-        current = current.masked_fill(fresh[:, None, None, None], 0.0)
-        conv = conv.masked_fill(fresh[:, None, None], 0.0)
+        current.masked_fill_(fresh[:, None, None, None], 0.0)
+        conv.masked_fill_(fresh[:, None, None], 0.0)
     return current, conv
 
 
@@ -140,9 +144,9 @@ def decode(
         current, conv = replay(records[where], current, conv, counts(accepted[rows], fresh_rows))
     raw = x.raw(rows)
     t = tokens(convolve([*conv.unbind(1), raw], x), x, rows)
-    o, current, _, _ = step(current, t)
-    state[where] = current
-    conv_state[where] = shift(conv, raw)
+    o, _, _ = step_(current, t)
+    state.index_copy_(0, where, current)
+    conv_state.index_copy_(0, where, shift(conv, raw))
     out = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
     out[rows] = finish(o, x, rows)
     return out
@@ -156,13 +160,13 @@ def counts(accepted: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
 def replay(
     records: torch.Tensor, current: torch.Tensor, conv: torch.Tensor, accepted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat the first accepted [n] tokens of records [n, run, heads, 6, 128], with the operations of ``step``."""
+    """Repeat the first accepted [n] tokens of records [n, run, heads, 6, 128], with the operations of ``step_``."""
     longest = int(accepted.max()) if accepted.numel() else 0
     for token in range(min(longest, records.shape[1])):
         rows = (accepted > token).nonzero().squeeze(1)
         record = records[rows, token]  # [r, heads, 6, 128]
         decay, k, delta = (record[:, :, i] for i in (RECORD_DECAY, RECORD_K, RECORD_DELTA))
-        current[rows] = apply_update(current[rows], decay, k, delta)
+        current[rows] = write_(decay_(current[rows], decay), k, delta)
         raw = record[:, :, RECORD_RAW].transpose(1, 2).flatten(1)  # [r, 3*heads*128]
         conv[rows] = shift(conv[rows], raw)
     return current, conv
@@ -175,7 +179,9 @@ def commit(
     rows = ((slots > 0) & (accepted > 0)).nonzero().squeeze(1)
     where = slots[rows].long()
     current, conv = load(state, conv_state, where, None)
-    state[where], conv_state[where] = replay(records[where], current, conv, accepted[rows])
+    current, conv = replay(records[where], current, conv, accepted[rows])
+    state.index_copy_(0, where, current)
+    conv_state.index_copy_(0, where, conv)
 
 
 def verify(
@@ -206,7 +212,7 @@ def verify(
         rows = starts[live] + token
         raw = x.raw(rows)
         t = tokens(convolve([*conv.unbind(1), raw], x), x, rows)
-        o, current, decay, delta = step(current, t)
+        o, decay, delta = step_(current, t)
         conv = shift(conv, raw)
         record = torch.stack([decay, t.k, delta, *raw.float().unflatten(-1, (3, x.heads, DIM)).unbind(1)], dim=2)
         records[slots[live].long(), token] = record

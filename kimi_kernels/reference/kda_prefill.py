@@ -67,9 +67,9 @@ def prefill(
         if done == 0:  # the state as it was found
             state[slot], conv_state[slot] = current[n], conv[n]
     run = recur_by_token if by_token else recur_by_chunk
-    o, last = run(t, current, pieces, wanted, state)
+    o = run(t, current, pieces, wanted, state)
     out[rows] = kda.finish(o, x, rows)
-    state[where] = last
+    state.index_copy_(0, where, current)
     # Piece n's rows stand at offset start + 3 in `extended`, behind the three rows of its state.
     offset = torch.tensor(_offsets(pieces), device=device)
     length = torch.tensor(pieces.length, device=device)
@@ -107,25 +107,25 @@ def _extend(x: Inputs, conv: torch.Tensor, pieces: Pieces) -> tuple[torch.Tensor
 
 def recur_by_token(
     t: Tokens, current: torch.Tensor, pieces: Pieces, wanted: list[tuple[int, int, int]], state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The yardstick: the recurrence as the spec writes it. -> (o [R, heads, 128], last states)."""
-    o, last, at = torch.empty_like(t.v), torch.empty_like(current), 0
+) -> torch.Tensor:
+    """The yardstick: the recurrence as the spec writes it. -> o [R, heads, 128]; ``current`` goes on in place."""
+    o, at = torch.empty_like(t.v), 0
     for n, length in enumerate(pieces.length):
-        one = current[n : n + 1]
+        one = current[n : n + 1]  # a view
         for token in range(length):
             row = slice(at + token, at + token + 1)
-            o[row], one, _, _ = kda.step(one, Tokens(t.q[row], t.k[row], t.v[row], t.g[row], t.beta[row]))
+            o[row], _, _ = kda.step_(one, Tokens(t.q[row], t.k[row], t.v[row], t.g[row], t.beta[row]))
             for piece, done, slot in wanted:
                 if (piece, done) == (n, token + 1):
                     state[slot] = one[0]
-        last[n], at = one[0], at + length
-    return o, last
+        at += length
+    return o
 
 
 def recur_by_chunk(
     t: Tokens, current: torch.Tensor, pieces: Pieces, wanted: list[tuple[int, int, int]], state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunks of 16, cut from the start of each piece. -> (o [R, heads, 128], last states)."""
+) -> torch.Tensor:
+    """Chunks of 16, cut from the start of each piece. -> o [R, heads, 128]; ``current`` goes on in place."""
     device, heads = t.q.device, t.q.shape[1]
     chunks = [-(-length // CHUNK) for length in pieces.length]
     # Row r of the pack goes to place[r] of the padded chunks; padding has k = v = 0, g = 0, beta = 0 and adds nothing.
@@ -155,7 +155,7 @@ def recur_by_chunk(
     right = beta * torch.cat([v, k * grown], dim=-1)
     unit = torch.eye(CHUNK, device=device)
     u, w = torch.linalg.solve_triangular(a + unit, right, upper=False, unitriangular=True).split(DIM, dim=-1)
-    q_grown = q * grown
+    read = torch.cat([w, q * grown], dim=-2)  # what meets the incoming state: [chunks, heads, 32, 128]
     k_rest = k * (decay[..., -1:, :] - decay).exp()
     left = grown[..., -1:, :]  # [chunks, heads, 1, 128]
 
@@ -164,20 +164,20 @@ def recur_by_chunk(
     for n, done, slot in wanted:
         if done > 0:
             exports.setdefault((done - 1) // CHUNK, []).append((n, (done - 1) % CHUNK + 1, slot))
-    last = current.clone()
     live = current.shape[0]
     base = torch.tensor(first, device=device)
     for index in range(chunks[0]):
         while chunks[live - 1] <= index:
             live -= 1
         c = base[:live] + index
-        s = last[:live]
-        st = s.transpose(-1, -2)  # [n, heads, k, v]
-        new = u[c] - torch.matmul(w[c], st)  # V' [n, heads, 16, v]
-        o[c] = torch.matmul(q_grown[c], st) + torch.matmul(b[c], new)
+        s = current[:live]
+        from_state = torch.matmul(read[c], s.transpose(-1, -2))  # [n, heads, 32, v]
+        new = u[c] - from_state[:, :, :CHUNK]  # V' [n, heads, 16, v]
+        o[c] = from_state[:, :, CHUNK:] + torch.matmul(b[c], new)
         for n, rows, slot in exports.get(index, ()):
             at = decay[c[n], :, rows - 1 : rows]  # [heads, 1, 128]
             k_part = k[c[n], :, :rows] * (at - decay[c[n], :, :rows]).exp()
             state[slot] = s[n] * at.exp() + torch.matmul(new[n, :, :rows].transpose(-1, -2), k_part)
-        last[:live] = s * left[c] + torch.matmul(new.transpose(-1, -2), k_rest[c])
-    return o.transpose(1, 2).flatten(0, 1)[place], last
+        s.mul_(left[c])
+        s.flatten(0, 1).baddbmm_(new.transpose(-1, -2).flatten(0, 1), k_rest[c].flatten(0, 1))
+    return o.transpose(1, 2).flatten(0, 1)[place]

@@ -14,11 +14,11 @@ MIN_AMAX = 1e-10
 
 @functools.cache
 def _e2m1_pairs(device: torch.device) -> torch.Tensor:
-    """[256, 2] f32: the two E2M1 values of a byte, low nibble first."""
+    """[256] f64 whose bits are two f32: the E2M1 values of a byte, low nibble first. One look-up moves both."""
     magnitude = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     nibble = torch.cat([magnitude, -magnitude])  # bit 3 is the sign; -0 is kept
     byte = torch.arange(256)
-    return torch.stack([nibble[byte & 15], nibble[byte >> 4]], dim=1).to(device)
+    return torch.stack([nibble[byte & 15], nibble[byte >> 4]], dim=1).view(torch.float64).flatten().to(device)
 
 
 @functools.cache
@@ -31,14 +31,15 @@ def _e8m0_values(device: torch.device) -> torch.Tensor:
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
     """uint8 [...] -> f32 [...]."""
-    return _e8m0_values(scale.device)[scale.int()]
+    return _e8m0_values(scale.device).index_select(0, scale.flatten().int()).view(scale.shape)
 
 
 def mxfp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """packed uint8 [N, K/2], scale uint8 [N, K/32] -> f32 [N, K], exact (also in bf16)."""
     rows, half = packed.shape
-    values = F.embedding(packed.int(), _e2m1_pairs(packed.device))  # [N, K/2, 2]
-    return (values.view(rows, -1, 32) * e8m0(scale).unsqueeze(-1)).view(rows, 2 * half)
+    pairs = _e2m1_pairs(packed.device).index_select(0, packed.flatten().int())  # [N*K/2]
+    values = pairs.view(torch.float32).view(rows, half // 16, 32)
+    return values.mul_(e8m0(scale).unsqueeze(-1)).view(rows, 2 * half)
 
 
 def fp8_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def fp8_per_token_group(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torc
     padded = F.pad(x.float(), (0, groups * group - cols)).view(tokens, groups, group)
     scale = padded.abs().amax(-1).clamp(min=MIN_AMAX) / E4M3_MAX  # [T, groups]
     scaled = (padded * scale.reciprocal().unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
-    return scaled.view(tokens, -1)[:, :cols].to(torch.float8_e4m3fn), scale
+    return scaled.flatten(1)[:, :cols].to(torch.float8_e4m3fn), scale
 
 
 def fp8_groups_dequant(values: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""Where an operation runs, what it says when it cannot, and that importing the package costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kimi_kernels
+from kimi_kernels import _dispatch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class OnCuda:
+    """Stands for a CUDA tensor: dispatch looks at nothing else."""
+
+    is_cpu = False
+    device = "cuda:0"
+
+
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch):
+    def set_to(value: str | None) -> None:
+        if value is None:
+            monkeypatch.delenv(_dispatch.ENV_NAME, raising=False)
+        else:
+            monkeypatch.setenv(_dispatch.ENV_NAME, value)
+        _dispatch.reference_operations.cache_clear()
+
+    yield set_to
+    monkeypatch.undo()
+    _dispatch.reference_operations.cache_clear()
+
+
+def test_cpu_tensor_runs_the_reference_whatever_the_switch(switch) -> None:
+    switch(None)
+    assert _dispatch.use_reference("moe.experts", torch.empty(0))
+    switch("kda.decode_")
+    assert _dispatch.use_reference("moe.experts", torch.empty(0))
+
+
+def test_switch_names_single_operations_or_all(switch) -> None:
+    switch(None)
+    assert not _dispatch.use_reference("moe.experts", OnCuda())
+    switch("moe.experts, kda.decode_")
+    assert _dispatch.use_reference("moe.experts", OnCuda())
+    assert _dispatch.use_reference("kda.decode_", OnCuda())
+    assert not _dispatch.use_reference("mla.decode", OnCuda())
+    switch("1")
+    assert kimi_kernels.reference_operations() == _dispatch.OPERATIONS
+    assert all(_dispatch.use_reference(name, OnCuda()) for name in _dispatch.OPERATIONS)
+
+
+def test_unknown_operation_in_the_switch_is_an_error(switch) -> None:
+    switch("moe.expert")
+    with pytest.raises(ValueError, match=r"KIMI_KERNELS_REFERENCE.*moe\.experts.*unknown moe\.expert$"):
+        kimi_kernels.reference_operations()
+
+
+def test_missing_kernel_says_what_to_do() -> None:
+    error = _dispatch.no_kernel("mla.decode", OnCuda())
+    assert isinstance(error, kimi_kernels.KernelUnavailableError)
+    assert "mla.decode" in str(error)
+    assert "cuda:0" in str(error)
+    assert "KIMI_KERNELS_REFERENCE=mla.decode" in str(error)
+
+
+def test_every_operation_of_the_switch_is_a_public_function() -> None:
+    for name in _dispatch.OPERATIONS:
+        family, operation = name.split(".")
+        function = getattr(getattr(kimi_kernels, family), operation)
+        assert function.__doc__, f"{name} has no docstring"
+
+
+def test_import_touches_neither_cuda_nor_the_compiled_module() -> None:
+    code = (
+        "import sys, kimi_kernels; assert 'kimi_kernels.moe' not in sys.modules; "
+        "import kimi_kernels.kda, kimi_kernels.moe, kimi_kernels.mla, kimi_kernels.norm, torch; "
+        "assert not torch.cuda.is_initialized(); assert 'kimi_kernels._C' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
