@@ -1,0 +1,154 @@
+"""Verify, lazy commit and decode after verify on the GPU: bit-equal to one-by-one decode for any accepted length."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kimi_kernels import kda
+from kimi_kernels.testing.compare import assert_equal
+from tests.kernels.kda_gpu_cases import Pools, Tokens, Weights, decode, int32, pools, tokens, verify, weights
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(6)
+
+
+def borders(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
+def one_by_one(x: Tokens, w: Weights, pool: Pools, slot: int, fresh: bool = False) -> tuple[list, list]:
+    """Outputs of the rows of x on one slot, and the (state, conv) after 0, 1, ... of them."""
+    outs, states = [], [(pool.state[slot].clone(), pool.conv[slot].clone())]
+    for i in range(x.q.shape[0]):
+        flag = torch.tensor([fresh and i == 0], device="cuda")
+        outs.append(decode(x.rows([i]), w, pool, int32(slot), fresh=flag)[0])
+        states.append((pool.state[slot].clone(), pool.conv[slot].clone()))
+    return outs, states
+
+
+@pytest.mark.parametrize("heads", [1, 12, 96])
+@pytest.mark.parametrize("way", ["commit_", "verify", "decode_"])
+def test_any_accepted_length(heads: int, way: str) -> None:
+    """Slots 1..10 accept 0..9 of 9 tokens; the commit happens alone, in the next verify, or in the next decode."""
+    w, before, run = weights(heads), pools(12, heads), 9
+    x = tokens(10 * run, heads)
+    slots = int32(*range(1, 11))
+    accepted = int32(*range(10))
+    pool = before.clone()
+    records = torch.full((12, *kda.record_shape(heads, run)), float("nan"), device="cuda")
+    out, _ = verify(x, w, pool, slots, borders([run] * 10), records=records)
+    assert_equal("states after verify", pool.states, before.states)
+    assert_equal("conv states after verify", pool.convs, before.convs)
+    assert records[[0, 11]].isnan().all()
+
+    want, after = before.clone(), tokens(10, heads)
+    for i, slot in enumerate(slots.tolist()):
+        outs, states = one_by_one(x.rows(slice(i * run, (i + 1) * run)), w, want, slot)
+        assert_equal(f"out of slot {slot}", out[i * run : (i + 1) * run], torch.stack(outs))
+        want.state[slot], want.conv[slot] = states[i]  # i tokens are accepted
+    if way == "commit_":
+        kda.commit_(records, *pool.args(), slots, accepted)
+    elif way == "verify":
+        next_out, _ = verify(after, w, pool, slots, borders([1] * 10), records=records, accepted=accepted)
+        assert_equal("next out", next_out, decode(after, w, want.clone(), slots))
+    else:
+        next_out = decode(after, w, pool, slots, records=records, accepted=accepted)
+        assert_equal("next out", next_out, decode(after, w, want, slots))
+    assert_equal("states", pool.states, want.states)
+    assert_equal("conv states", pool.convs, want.convs)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 4, 8])
+def test_runs_and_decode_alternate(drafts: int) -> None:
+    """Random mixes of runs, single tokens and rejections follow the sequential replay, slot by slot, step by step."""
+    heads, count, rng = 3, 5, random.Random(drafts)
+    w, want = weights(heads), pools(count + 1, heads)
+    pool = want.clone()
+    slots = int32(*range(1, count + 1))
+    records = torch.full((count + 1, *kda.record_shape(heads, drafts + 1)), float("nan"), device="cuda")
+    accepted: list[int] | None = None
+    for step in range(40):
+        runs = [rng.randint(1, drafts + 1) for _ in range(count)] if rng.random() < 0.6 else None
+        options = {} if accepted is None else {"records": records, "accepted": int32(*accepted)}
+        if runs is None:
+            x = tokens(count, heads)
+            out = decode(x, w, pool, slots, **options)
+            assert_equal(f"out, step {step}", out, decode(x, w, want, slots))
+            accepted = None
+        else:
+            x = tokens(sum(runs), heads)
+            out, _ = verify(x, w, pool, slots, borders(runs), **{"records": records, **options})
+            accepted, start = [rng.randint(0, n) for n in runs], 0
+            for slot, (n, keep) in enumerate(zip(runs, accepted, strict=True), 1):
+                outs, states = one_by_one(x.rows(slice(start, start + n)), w, want, slot)
+                assert_equal(f"out, step {step}", out[start : start + n], torch.stack(outs))
+                want.state[slot], want.conv[slot] = states[keep]
+                start += n
+    if accepted is not None:
+        kda.commit_(records, *pool.args(), slots, int32(*accepted))
+    assert_equal("states", pool.states, want.states)
+    assert_equal("conv states", pool.convs, want.convs)
+
+
+def test_padding_empty_runs_and_tail_rows() -> None:
+    """Slot 0, a run without tokens, rows beyond num_tokens and rows of no sequence: output 0, nothing else touched."""
+    heads, w = 3, weights(3)
+    before = pools(6, heads)
+    before.states[0], before.convs[0] = float("nan"), float("nan")
+    x, slots = tokens(12, heads), int32(2, 0, 4, 3, 5)
+    cu = borders([3, 2, 0, 4, 1])
+    pool = before.clone()
+    records = torch.full((6, *kda.record_shape(heads, 9)), float("nan"), device="cuda")
+    # Slot 4 has no token but two accepted ones of an earlier run, of which a record is made first.
+    earlier = tokens(2, heads)
+    verify(earlier, w, pool, int32(4), borders([2]), records=records)
+    zeros = int32(0, 0, 2, 0, 0)
+    out, _ = verify(x, w, pool, slots, cu, records=records, accepted=zeros, num_tokens=int32(8))
+    want = before.clone()
+    one_by_one(earlier, w, want, 4)
+    assert_equal("states", pool.states, want.states)
+    assert_equal("conv states", pool.convs, want.convs)
+    for slot, rows in ((2, slice(0, 3)), (3, slice(5, 8))):
+        assert_equal("out", out[rows], torch.stack(one_by_one(x.rows(rows), w, want.clone(), slot)[0]))
+    assert not out[[3, 4, 8, 9, 10, 11]].any()
+    assert records[[0, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_fresh_runs(accepted: int) -> None:
+    """A fresh run reads nothing, and makes its slot hold zeros, so that a later commit starts from them."""
+    heads, w = 3, weights(3)
+    pool = pools(3, heads)
+    pool.state[1], pool.conv[1] = float("nan"), float("nan")
+    want = pool.clone()
+    x, fresh = tokens(3, heads), torch.tensor([True], device="cuda")
+    # What an older tenant left in the records does not count for a fresh sequence.
+    records = torch.full((3, *kda.record_shape(heads, 3)), float("nan"), device="cuda")
+    out, _ = verify(x, w, pool, int32(1), borders([3]), fresh=fresh, records=records, accepted=int32(2))
+    kda.commit_(records, *pool.args(), int32(1), int32(accepted))
+    outs, states = one_by_one(x, w, want, 1, fresh=True)
+    assert_equal("out", out, torch.stack(outs))
+    zero = (torch.zeros_like(states[0][0]), torch.zeros_like(states[0][1]))
+    want.state[1], want.conv[1] = states[accepted] if accepted else zero
+    assert_equal("states", pool.states, want.states)
+    assert_equal("conv states", pool.convs, want.convs)
+
+
+def test_records_are_allocated_on_request() -> None:
+    heads, w, pool = 2, weights(2), pools(3, 2)
+    x = tokens(4, heads)
+    out, records = verify(x, w, pool, int32(1, 2), borders([3, 1]))
+    assert out.shape == (4, 256)
+    assert records.shape == (3, *kda.record_shape(heads, 9))
+    with pytest.raises(ValueError, match="records"):
+        verify(x, w, pool, int32(1, 2), borders([3, 1]), accepted=int32(0, 0))
+    short = torch.zeros(3, *kda.record_shape(heads, 1), device="cuda")
+    with pytest.raises(ValueError, match="records"):
+        verify(x, w, pool, int32(1, 2), borders([3, 1]), records=short)
