@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        size = make_tiny(args.directory, seed=args.seed)
+        size = make(args.directory, seed=args.seed)
     except OSError as error:
         print(f"make-tiny: cannot write {args.directory}: {error.strerror}", file=sys.stderr)
         return 1
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_tiny(directory: Path, *, seed: int = 0, **text_overrides: Any) -> int:
+def make(directory: Path, *, seed: int = 0, **text_overrides: Any) -> int:
     """Write config, two shards with index, tokenizer and generation config -> bytes of weights.
 
     ``text_overrides`` replace fields of text_config (a larger model for a load test, say).

@@ -115,7 +115,7 @@ def test_make_tiny_writes_a_model_that_runs(tmp_path: Path) -> None:
 
 
 def test_make_tiny_tokenizer_has_the_control_tokens(tmp_path: Path) -> None:
-    make_tiny.make_tiny(tmp_path)
+    make_tiny.make(tmp_path)
     lines = (tmp_path / "tiktoken.model").read_text().splitlines()
     assert lines[0] == "AA== 0"
     assert [int(line.split()[1]) for line in lines] == list(range(256))
@@ -130,7 +130,7 @@ def test_make_tiny_tokenizer_has_the_control_tokens(tmp_path: Path) -> None:
 
 
 def test_make_tiny_sizes_can_be_changed(tmp_path: Path) -> None:
-    size = make_tiny.make_tiny(tmp_path, num_hidden_layers=2, num_experts=8)
+    size = make_tiny.make(tmp_path, num_hidden_layers=2, num_experts=8)
     config = ModelConfig.from_dir(tmp_path)
     assert (config.num_hidden_layers, config.mla_layers, config.num_experts) == (2, (1,), 8)
     assert size < 12e6
