@@ -69,7 +69,7 @@ def decode(
         raise no_kernel("mla.decode", q)
     check.tensor("q", q, (None, None, 576), check.ACTIVATION, row=True)
     _check_cache(cache, cache_scale, q)
-    count = _check_sequences(q, block_table, context_lens, cu_seqlens)
+    count = _check_sequences(q, cache, block_table, context_lens, cu_seqlens)
     if cu_seqlens is None:
         check.require(count == q.shape[0], "context_lens", f"one a row of q ({q.shape[0]}) without cu_seqlens", count)
     return reference.decode(q, cache, block_table, context_lens, cu_seqlens, cache_scale, scale).to(q.dtype)
@@ -102,7 +102,7 @@ def prefill(
     check.tensor("kv_b", kv_b, (q.shape[1] * 256, 512), check.ACTIVATION, like=q, row=True)
     _check_cache(cache, cache_scale, q)
     check.tensor("cu_seqlens", cu_seqlens, (None,), check.INT32, like=q)
-    _check_sequences(q, block_table, context_lens, cu_seqlens)
+    _check_sequences(q, cache, block_table, context_lens, cu_seqlens)
     return reference.prefill(q, kv_b, cache, block_table, context_lens, cu_seqlens, cache_scale, scale).to(q.dtype)
 
 
@@ -113,11 +113,28 @@ def _check_cache(cache: torch.Tensor, cache_scale: torch.Tensor | float | None, 
 
 
 def _check_sequences(
-    q: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor, cu_seqlens: torch.Tensor | None
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
 ) -> int:
     check.tensor("block_table", block_table, (None, None), check.INT32, like=q)
-    count = block_table.shape[0]
+    count, max_blocks = block_table.shape
     check.tensor("context_lens", context_lens, (count,), check.INT32, like=q)
     if cu_seqlens is not None:
         check.tensor("cu_seqlens", cu_seqlens, (count + 1,), check.INT32, like=q)
+    if q.is_cpu and count:  # values: free of a device sync only there
+        if cu_seqlens is not None:
+            new = cu_seqlens.diff()
+            ok = int(cu_seqlens[0]) == 0 and int(new.min()) >= 0 and int(cu_seqlens[-1]) <= q.shape[0]
+            check.require(ok, "cu_seqlens", f"rising from 0 to at most {q.shape[0]}", cu_seqlens)
+            check.require(bool((new <= context_lens).all()), "context_lens", "the new tokens included", context_lens)
+        blocks = (context_lens + cache.shape[1] - 1) // cache.shape[1]
+        most = int(blocks.max())
+        check.require(most <= max_blocks, "block_table", f"at least {most} blocks a sequence", max_blocks)
+        used = block_table[:, :most][torch.arange(most) < blocks[:, None]]
+        low, high = (int(v) for v in used.aminmax()) if used.numel() else (0, 0)
+        allowed = f"blocks 0 to {cache.shape[0] - 1} within the contexts"
+        check.require(low >= 0 and high < cache.shape[0], "block_table", allowed, f"{low} to {high}")
     return count

@@ -45,7 +45,7 @@ def pack_mxfp4(
         check.tensor(name, value, shape, check.UINT8, like=w1)
     for name, value in (("w1_scale", w1_scale), ("w3_scale", w3_scale), ("w2_scale", w2_scale)):
         bad = int((value == 255).sum())
-        check.require(bad == 0, name, "E8M0 bytes 0 to 254", f"{bad} of 255 (not a number)")
+        check.require(bad == 0, name, "E8M0 bytes 0 to 254", f"{bad} bytes of 255 (not a number)")
     if not use_reference("moe.experts", w1):
         raise no_kernel("moe.experts", w1)
     return expert_weights.plain("mxfp4", w1, w1_scale, w3, w3_scale, w2, w2_scale)

@@ -85,7 +85,10 @@ def _decode_group(
     real = torch.tensor([queries[i] for i in group], device=device)
     back = torch.arange(width, device=device)
     index = (last[:, None] - back).clamp(min=0)  # [n, width]
-    rows = gather(cache, block_table[torch.tensor(group, device=device)], longest, cache_scale)  # [n, L, 576]
+    # Table entries beyond a context may hold anything; block 0 stands in for them.
+    blocks = torch.arange(block_table.shape[1], device=device) * cache.shape[1]
+    table = block_table[torch.tensor(group, device=device)].masked_fill(blocks >= seen[:, None], 0)
+    rows = gather(cache, table, longest, cache_scale)  # [n, L, 576]
     scores = torch.matmul(q[index].float().flatten(1, 2), rows.transpose(1, 2)) * scale  # [n, width*heads, L]
     hidden = torch.arange(longest, device=device) >= (seen[:, None] - back)[:, :, None]  # [n, width, L]
     if bool(hidden.any()):

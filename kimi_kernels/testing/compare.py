@@ -17,8 +17,8 @@ def assert_close(
     """AssertionError unless ``got`` equals ``want`` as far as asked.
 
     Shapes are equal; NaN and each infinity stand at the same places; every other element is within
-    ``atol + rtol * |want|``; ``1 - cosine similarity`` over all finite elements is at most ``cosine`` when that is given
-    (it sees a small systematic error that the elementwise bound lets pass). Compared in fp64; dtypes may differ.
+    ``atol + rtol * |want|``; ``1 - cosine similarity`` over all finite elements is at most ``cosine`` when that is
+    given (it sees a small systematic error that the elementwise bound lets pass). Compared in fp64; dtypes may differ.
     The message names the worst element, its position and both values. Returns None.
     """
     if got.shape != want.shape:

@@ -125,7 +125,7 @@ def run_of(case: Case, pools: dict, slots: list[int], lengths: list[int], start:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_then_commit_equals_one_by_one(dtype: torch.dtype) -> None:
-    """Any accepted count, lazily committed by the next verify, the next decode, or commit_: bits of one-by-one decode."""
+    """Any accepted count, committed by the next verify, the next decode or commit_: the bits of one-by-one decode."""
     case = Case(60, slots=8, dtype=dtype)
     slots, lengths, accepted = [5, 2, 7, 3], [4, 9, 1, 4], [0, 9, 1, 3]
     starts = cumulative(lengths).tolist()
