@@ -56,6 +56,11 @@ class ServerProcess:
         assert found, f"no {name} in:\n{text}"
         return float(found[1])
 
+    def gauge_sum(self, name: str, label: str) -> float:
+        """Sum of the series of ``name`` that carry ``label``."""
+        lines = httpx.get(self.url + "/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{") and label in line)
+
     def wait_idle(self, timeout: float = 10) -> None:
         """Until nothing runs, waits or holds memory."""
         names = (
