@@ -1,12 +1,13 @@
 """The weight layout of the sm_90a expert GEMM, in plain torch: runs on CPU and GPU alike, pure and invertible.
 
-A matrix becomes tiles of 128 rows x 128 columns, each one contiguous blob that a bulk copy brings into shared memory and
-that threads read 16 bytes at a time without bank conflicts, in the order of wgmma's A registers (csrc/moe/sm90_fragment.cuh
-has the same indices from the other side). Tile rows count as (slab 2, warp 4, row half 2, group 8); block columns as
-(half 2, quad lane 4, step 2, element 8). For w13 row half 0 is a gate row and 1 the up row of the same column.
+A matrix becomes tiles of 128 rows x 128 columns, each one contiguous blob that a bulk copy brings into shared memory
+and that threads read 16 bytes at a time without bank conflicts, in the order of wgmma's A registers
+(csrc/moe/sm90_fragment.cuh has the same indices from the other side). Tile rows count as (slab 2, warp 4, row half 2,
+group 8); block columns as (half 2, quad lane 4, step 2, element 8). For w13 row half 0 is a gate row and 1 the up row
+of the same column.
 
-mxfp4: a header of 256 bytes a tile (base exponent of each row, then the flag "wide"), then per block 8192 bytes of words
-and 512 of scales. A row's scales are stored less its base, 0..14; in a wide tile, where a row's scales spread over more
+mxfp4: a header of 256 bytes a tile (base exponent of each row, then the flag "wide"), then per block 8192 bytes of
+words and 512 of scales. A row's scales are stored less its base, 0..14; in a wide tile, where a row's scales spread over more
 than 14 binades, they are stored as they are. fp8: 16384 bytes of values and two f32 scales, padded to 128 bytes.
 Rows and columns are filled up to 128 with zeros (w13: 64 gate and 64 up rows a tile, an even number of tiles).
 """
@@ -85,7 +86,8 @@ def pack_mxfp4(data: torch.Tensor, scale: torch.Tensor, parts: int, out: torch.T
     # -> [E, m, block, slab, half, warp, group, lane, step, row half]
     ordered = word.permute(0, 1, 6, 2, 7, 3, 5, 8, 9, 4).contiguous()
     body[..., : TILE * TILE // 2] = ordered.view(torch.uint8).view(experts, m, k_blocks, -1)
-    # scales [E, m, slab, warp, row half, group, block, half, pair] -> [E, m, block, slab, warp, group, pair, row half, half]
+    # scales [E, m, slab, warp, row half, group, block, half, pair]
+    # -> [E, m, block, slab, warp, group, pair, row half, half]
     scales = stored.view(experts, m, 2, 4, 2, 8, k_blocks, 2, 2).permute(0, 1, 6, 2, 3, 5, 8, 4, 7)
     body[..., TILE * TILE // 2 :] = scales.reshape(experts, m, k_blocks, -1)
 

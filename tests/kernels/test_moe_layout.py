@@ -1,4 +1,4 @@
-"""The sm_90a weight layout: invertible, within the size bound, and what the kernel's threads read from it is the weights.
+"""The sm_90a weight layout: invertible, within the size bound, and what the kernel's threads read are the weights.
 
 The last part plays the kernel's side in numpy: addresses, byte look-up, scale folding and register order as
 csrc/moe/sm90_fragment.cuh has them, the A layout of wgmma as the PTX manual has it.
