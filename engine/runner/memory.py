@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 
+import numpy as np
 import torch
 
 from engine.config import ModelConfig
@@ -92,7 +94,14 @@ def allocate(config: ModelConfig, engine: EngineConfig, device: torch.device, dt
     row = config.kv_lora_rank + config.qk_rope_head_dim
     conv_rows = config.conv_kernel_size - 1
     return ModelState(
-        kda_state=torch.zeros(slots, kda_layers, heads, dim, dim, dtype=torch.float32, device=device),
-        conv_state=torch.zeros(slots, kda_layers, conv_rows, 3 * config.kda_dim, dtype=dtype, device=device),
-        mla_cache=torch.zeros(len(config.mla_layers), blocks, engine.block_size, row, dtype=dtype, device=device),
+        kda_state=_zeros((slots, kda_layers, heads, dim, dim), torch.float32, device),
+        conv_state=_zeros((slots, kda_layers, conv_rows, 3 * config.kda_dim), dtype, device),
+        mla_cache=_zeros((len(config.mla_layers), blocks, engine.block_size, row), dtype, device),
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU from numpy, which leaves pages untouched until they are used (torch.zeros writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

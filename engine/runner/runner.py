@@ -104,6 +104,22 @@ class Runner:
         hidden = self.forward(plan)
         return self._sampler.sample(plan, hidden, self.model.logits)
 
+    def memory_table(self) -> list[tuple[str, int]]:
+        """(what, bytes) of everything that stays on the device, for the start-up log."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        for module in self.model.modules():
+            for experts in (getattr(module, "w13", None), getattr(module, "w2", None)):
+                tensors += [
+                    t for t in (getattr(experts, "data", None), getattr(experts, "scale", None)) if t is not None
+                ]
+        weights = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
+        state = self.state
+        return [
+            ("weights", sum(weights.values())),
+            ("MLA cache", state.mla_cache.nbytes),
+            ("KDA state", state.kda_state.nbytes + state.conv_state.nbytes),
+        ]
+
     def forget(self, request_id: str) -> None:
         """Drop what the sampler keeps of a request (random stream, penalty counts)."""
         self._sampler.forget(request_id)

@@ -15,7 +15,7 @@ from engine.model.kimi_k3 import KimiK3
 from engine.model.layers.moe import MoE
 from engine.weights.mapping import SKIPPED_PREFIXES, TensorSpec, checkpoint_tensors
 from engine.weights.progress import Progress
-from engine.weights.quant import ExpertBuffers, has_bad_scale
+from engine.weights.quant import ExpertBuffers
 from engine.weights.shards import DTYPES, CheckpointError, Inventory, ShardReader, StoredTensor, read_inventory
 
 
@@ -39,22 +39,15 @@ def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, pr
     try:
         for spec, stored in work:
             if spec.expert is None:
-                out = places[spec.target]
+                reader.read_into(stored, _rows(places[spec.target], spec))
             else:
                 layer = int(spec.target.split(".")[1])
                 if layer not in experts:
                     experts[layer] = ExpertBuffers(config, device)
-                out = experts[layer].buffers[spec.target.split(".experts.")[1]][spec.expert]
-            out = out[spec.row : spec.row + spec.shape[0]] if out.dim() == len(spec.shape) else _rows(out, spec)
-            reader.read_into(stored, out)
-            if spec.target.endswith(".scale") and has_bad_scale(out):
-                problems.append(f"{spec.name} holds the E8M0 scale byte 255, which is not a number")
-            if spec.expert is not None:
+                reader.read_into(stored, experts[layer].place(spec))
                 experts[layer].left -= 1
                 if experts[layer].left == 0:
-                    mlp = model.layers[layer].mlp
-                    assert isinstance(mlp, MoE)
-                    mlp.experts.w13, mlp.experts.w2 = experts.pop(layer).pack()
+                    problems += _finish_layer(model, layer, experts.pop(layer), work)
             bar.add(stored.nbytes, stored.file)
     finally:
         reader.close()
@@ -64,9 +57,25 @@ def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, pr
     return model
 
 
-def _rows(out: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The rows a tensor fills when the parameter has one dimension less: [P, 1, 4] in [P, 4], or [1, H] as [H]."""
-    return out if spec.shape[0] == 1 else out[spec.row : spec.row + spec.shape[0]]
+def _rows(parameter: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The part of ``parameter`` that a tensor fills; [1, H] fills all of a vector [H]."""
+    if parameter.dim() < len(spec.shape) and spec.shape[0] == 1:
+        return parameter
+    return parameter[spec.row : spec.row + spec.shape[0]]
+
+
+def _finish_layer(
+    model: KimiK3, layer: int, buffers: ExpertBuffers, work: list[tuple[TensorSpec, StoredTensor]]
+) -> list[str]:
+    """Pack a layer whose expert tensors have all been read -> problems found in it."""
+    if buffers.has_bad_scale():
+        specs = (s for s, _ in work if s.expert is not None and s.target.startswith(f"layers.{layer}."))
+        names = buffers.bad_scales(specs)
+        return [f"{name} holds the E8M0 scale byte 255, which is not a number" for name in names]
+    mlp = model.layers[layer].mlp
+    assert isinstance(mlp, MoE)
+    mlp.experts.w13, mlp.experts.w2 = buffers.pack()
+    return []
 
 
 def match(config: ModelConfig, inventory: Inventory, problems: list[str]) -> list[tuple[TensorSpec, StoredTensor]]:

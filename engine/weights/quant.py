@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from engine.config import ModelConfig
-from engine.weights.mapping import EXPERT_TENSORS
+from engine.weights.mapping import EXPERT_TENSORS, TensorSpec
 from kimi_kernels import moe
 
 E8M0_NAN = 255  # the one scale byte that is no number
@@ -35,6 +36,19 @@ class ExpertBuffers:
                 self.buffers[f"{stack}.{name}"] = torch.empty(shape, dtype=dtype, device=self.device)
         self.left = 3 * len(fields) * c.num_experts
 
+    def place(self, spec: TensorSpec) -> torch.Tensor:
+        """The part of the buffers that an expert's tensor fills."""
+        return self.buffers[spec.target.split(".experts.")[1]][spec.expert, spec.row : spec.row + spec.shape[0]]
+
+    def has_bad_scale(self) -> bool:
+        """True when a byte of the E8M0 scales is 255, which stands for NaN. One look at a whole layer: it is cheap."""
+        return any(bool(b.max() == E8M0_NAN) for name, b in self.buffers.items() if name.endswith(".scale"))
+
+    def bad_scales(self, specs: Iterable[TensorSpec]) -> list[str]:
+        """The names, of these experts' tensors, that hold such a byte."""
+        scales = [s for s in specs if s.target.endswith(".scale")]
+        return [s.name for s in scales if bool(self.place(s).max() == E8M0_NAN)]
+
     def pack(self) -> tuple[moe.ExpertWeights, moe.ExpertWeights]:
         """(w13, w2) in the layout of the device's kernels.
 
@@ -56,8 +70,3 @@ class ExpertBuffers:
             return moe.pack_bf16(w1, w3, b["w2.data"])
         s1, s3 = b["w13.scale"][:, :width], b["w13.scale"][:, width:]
         return moe.pack_mxfp4(w1, s1, w3, s3, b["w2.data"], b["w2.scale"])
-
-
-def has_bad_scale(scale: torch.Tensor) -> bool:
-    """True when a byte of an E8M0 scale tensor is 255, which stands for NaN."""
-    return bool((scale == E8M0_NAN).any())
