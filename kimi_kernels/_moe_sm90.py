@@ -7,9 +7,9 @@ group 8); block columns as (half 2, quad lane 4, step 2, element 8). For w13 row
 of the same column.
 
 mxfp4: a header of 256 bytes a tile (base exponent of each row, then the flag "wide"), then per block 8192 bytes of
-words and 512 of scales. A row's scales are stored less its base, 0..14; in a wide tile, where a row's scales spread over more
-than 14 binades, they are stored as they are. fp8: 16384 bytes of values and two f32 scales, padded to 128 bytes.
-Rows and columns are filled up to 128 with zeros (w13: 64 gate and 64 up rows a tile, an even number of tiles).
+words and 512 of scales. A row's scales are stored less its base, 0..14; in a wide tile, where a row's scales spread
+over more than 14 binades, they are stored as they are. fp8: 16384 bytes of values and two f32 scales, padded to 128
+bytes. Rows and columns are filled up to 128 with zeros (w13: 64 gate and 64 up rows a tile, an even number of tiles).
 """
 
 from __future__ import annotations
