@@ -17,8 +17,8 @@ from engine.server.guard import Guard
 from engine.server.state import ServerState
 from engine.server.stream import ClientGone, EventStream, to_json, until_disconnect
 from engine.server.tokenize import detokenize, tokenize, tokenizer_info
-from engine.server.version import version as engine_version
 from engine.types import ParameterError
+from engine.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return json_response({"version": engine_version()})
+        return json_response({"version": VERSION})
 
     @app.get("/load")
     async def load() -> Response:

@@ -25,11 +25,11 @@ from engine.server.logs import bytes_text, setup_logging
 from engine.server.metrics import Metrics
 from engine.server.protocol import ServingLimits
 from engine.server.state import ServerState
-from engine.server.version import version
 from engine.server.wide_tokenizer import WideTokenizer
 from engine.server.worker import CORE_FACTORY, EngineInfo
 from engine.text.tokenizer import TokenizerError, load_tokenizer
 from engine.types import ParameterError
+from engine.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def serve(args: argparse.Namespace, *, factory: str = CORE_FACTORY) -> int:
         env.check()
         parser = argparse.ArgumentParser()
         options.add_arguments(parser)
-        logger.info("kimi-engine %s, options: %s", version(), options.non_default(parser, args) or "defaults")
+        logger.info("kimi-engine %s, options: %s", VERSION, options.non_default(parser, args) or "defaults")
         config = EngineConfig.from_args(args)
         listener = _bind(args.host, args.port)
     except (ParameterError, env.EnvError, OSError) as error:
