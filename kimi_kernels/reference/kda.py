@@ -58,8 +58,8 @@ def convolve(window: list[torch.Tensor], x: Inputs) -> torch.Tensor:
     weight = x.conv_weight
     total = window[0].float() * weight[:, 0]
     for tap in range(1, TAPS):
-        total = total + window[tap].float() * weight[:, tap]
-    return F.silu(total).to(x.q.dtype).float()
+        total.addcmul_(window[tap].float(), weight[:, tap])
+    return F.silu(total, inplace=True).to(x.q.dtype).float()
 
 
 def tokens(mixed: torch.Tensor, x: Inputs, rows: torch.Tensor | slice = slice(None)) -> Tokens:

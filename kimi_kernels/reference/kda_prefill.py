@@ -59,8 +59,10 @@ def prefill(
     where = slots[sequence].long()
     current, conv = kda.load(state, conv_state, where, None if fresh is None else fresh[sequence])
     rows, extended, position = _extend(x, conv, pieces)
-    mixed = kda.convolve([extended[position - back] for back in range(TAPS - 1, -1, -1)], x)
-    t = kda.tokens(mixed, x, rows)
+    # All windows over the extended rows; those that end in a state row belong to no token and are dropped.
+    count = extended.shape[0] - (TAPS - 1)
+    mixed = kda.convolve([extended[tap : tap + count] for tap in range(TAPS)], x)
+    t = kda.tokens(mixed.index_select(0, position - (TAPS - 1)), x, rows)
     lookup = {i: n for n, i in enumerate(pieces.sequence)}
     wanted = [] if exports is None else [(lookup[s], done, slot) for s, done, slot in exports.tolist() if slot > 0]
     for n, done, slot in wanted:
@@ -68,7 +70,7 @@ def prefill(
             state[slot], conv_state[slot] = current[n], conv[n]
     run = recur_by_token if by_token else recur_by_chunk
     o = run(t, current, pieces, wanted, state)
-    out[rows] = kda.finish(o, x, rows)
+    out.index_copy_(0, rows, kda.finish(o, x, rows))
     state.index_copy_(0, where, current)
     # Piece n's rows stand at offset start + 3 in `extended`, behind the three rows of its state.
     offset = torch.tensor(_offsets(pieces), device=device)
@@ -137,8 +139,7 @@ def recur_by_chunk(
     place = torch.cat(parts)
 
     def spread(values: torch.Tensor) -> torch.Tensor:
-        padded = values.new_zeros((total * CHUNK, *values.shape[1:]))
-        padded[place] = values
+        padded = values.new_zeros((total * CHUNK, *values.shape[1:])).index_copy_(0, place, values)
         return padded.unflatten(0, (total, CHUNK)).transpose(1, 2).contiguous()  # [chunks, heads, 16, ...]
 
     q, k, v, g = (spread(values) for values in (t.q, t.k, t.v, t.g))
@@ -146,7 +147,8 @@ def recur_by_chunk(
     decay = g.cumsum(-2)  # G
     # Cross terms are exp(G_t - G_s); split at the middle of the chunk's range, both factors stay within exp(+-40).
     middle = decay[..., -1:, :] * 0.5
-    late, early = (decay - middle).exp(), (middle - decay).exp()
+    late = (decay - middle).exp()
+    early = late.reciprocal()
     k_early = (k * early).transpose(-1, -2)
     strictly = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril(-1)
     a = torch.where(strictly, beta * torch.matmul(k * late, k_early), 0.0)
@@ -180,4 +182,4 @@ def recur_by_chunk(
             state[slot] = s[n] * at.exp() + torch.matmul(new[n, :, :rows].transpose(-1, -2), k_part)
         s.mul_(left[c])
         s.flatten(0, 1).baddbmm_(new.transpose(-1, -2).flatten(0, 1), k_rest[c].flatten(0, 1))
-    return o.transpose(1, 2).flatten(0, 1)[place]
+    return o.transpose(1, 2).flatten(0, 1).index_select(0, place)
