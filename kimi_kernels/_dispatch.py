@@ -60,9 +60,12 @@ def reference_operations() -> frozenset[str]:
 
 
 def use_reference(operation: str, x: Any) -> bool:
-    """True when ``operation`` on ``x`` (its first tensor) runs the plain-torch reference."""
+    """True when ``operation`` on ``x`` (its first tensor) runs the plain-torch reference. TypeError on no tensor."""
     if getattr(x, "is_cpu", False):
         return True
+    if not (getattr(x, "is_cuda", False) or hasattr(x, "__cuda_array_interface__")):
+        got = f"a tensor on {x.device}" if hasattr(x, "is_cpu") else type(x).__name__
+        raise TypeError(f"{operation}: expected a torch tensor on the CPU or CUDA, or a CUDA array, got {got}")
     return operation in reference_operations()
 
 

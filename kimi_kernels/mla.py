@@ -62,6 +62,7 @@ def decode(
     ``cu_seqlens`` [n+1] int32: sequence i owns rows cu_seqlens[i]..cu_seqlens[i+1]-1, its newest tokens, each seeing
     itself and what is before it; None: one row a sequence (T = n). Softmax in fp32 over ``score * scale``; the values
     are a row's first 512. Nothing beyond a context is read into the result.
+    ``plan`` and ``workspace`` serve the kernels; the reference needs neither.
 
     Returns [T, heads, 512] of q's dtype; padding rows are 0. Raises ValueError naming the argument at fault.
     """
@@ -93,6 +94,7 @@ def prefill(
     q [T, heads, 192] (128 + 64 plain dims); kv_b [heads*256, 512]: per head 128 key rows, then 128 value rows; cache,
     block_table, context_lens as in ``decode``; cu_seqlens [n+1] int32 over T. Sequence i has
     cu_seqlens[i+1] - cu_seqlens[i] new tokens, the last of its context_lens[i]. Softmax in fp32.
+    ``plan`` and ``workspace`` serve the kernels; the reference needs neither.
 
     Returns [T, heads, 128] of q's dtype; rows beyond cu_seqlens[n] are 0. Raises ValueError naming the argument.
     """

@@ -19,6 +19,7 @@ class OnCuda:
     """Stands for a CUDA tensor: dispatch looks at nothing else."""
 
     is_cpu = False
+    is_cuda = True
     device = "cuda:0"
 
 
@@ -59,6 +60,14 @@ def test_unknown_operation_in_the_switch_is_an_error(switch) -> None:
     switch("moe.expert")
     with pytest.raises(ValueError, match=r"KIMI_KERNELS_REFERENCE.*moe\.experts.*unknown moe\.expert$"):
         kimi_kernels.reference_operations()
+
+
+@pytest.mark.parametrize(
+    ("value", "got"), [([1.0], "list"), (None, "NoneType"), (torch.empty(2, 2, device="meta"), "a tensor on meta")]
+)
+def test_no_tensor_is_an_error(value: object, got: str) -> None:
+    with pytest.raises(TypeError, match=f"^norm.rms: expected a torch tensor on the CPU or CUDA.*, got {got}$"):
+        kimi_kernels.norm.rms(value, torch.ones(2))
 
 
 def test_missing_kernel_says_what_to_do() -> None:

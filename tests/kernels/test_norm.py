@@ -121,6 +121,19 @@ def test_mix_writes_the_next_block_in_place() -> None:
     assert buffer[3].isnan().all()
 
 
+@pytest.mark.parametrize("extra", [7, 64])
+def test_mix_and_linear_read_strided_rows(extra: int) -> None:
+    wide = randn(6, 5, 32 + extra)
+    memory, p, delta = wide[:3, :, 2:34], wide[3, :, :32], wide[4, :, 5:37]
+    weights = [randn(32, seed=seed) for seed in (3, 4, 5)]
+    got = attn_res.mix(memory, p, delta, *weights)
+    want = attn_res.mix(memory.contiguous(), p.contiguous(), delta.contiguous(), *weights)
+    assert_equal("sum", got[0], want[0])
+    assert_equal("x", got[1], want[1])
+    weight = randn(9, 32 + extra, seed=6)[:, 1:33]
+    assert_close("linear", dense.linear(p, weight), dense.linear(p.contiguous(), weight.contiguous()), atol=1e-5)
+
+
 def test_mix_of_the_tiny_golden() -> None:
     states, weights = tiny_states(), tiny_weights()
     blocks = torch.stack([states["embed"], states["layer1.out_partial"]])
