@@ -6,11 +6,23 @@
 #include "common/tensor.h"
 
 namespace kimi {
+namespace attn_res {
+void register_attn_res(py::module_& m);
+}
 namespace kda {
 void register_kda(py::module_& m);
 }
+namespace moe {
+void register_moe_finalize(py::module_& m);
+}
 namespace norm {
 void register_norm(py::module_& m);
+}
+namespace quant {
+void register_quant(py::module_& m);
+}
+namespace routing {
+void register_routing(py::module_& m);
 }
 }  // namespace kimi
 
@@ -25,6 +37,10 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("describe", &kimi::describe, pybind11::arg("tensor"));
 
+  kimi::attn_res::register_attn_res(m);
   kimi::kda::register_kda(m);
+  kimi::moe::register_moe_finalize(m);
   kimi::norm::register_norm(m);
+  kimi::quant::register_quant(m);
+  kimi::routing::register_routing(m);
 }

@@ -164,6 +164,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Orders nothing (and costs no memory fence): enough when only the start of the other CTAs is waited for.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The address of the same shared variable in another CTA of the cluster, for ld/st.shared::cluster.
@@ -175,6 +177,13 @@ __device__ __forceinline__ uint32_t cluster_address(const void* pointer, uint32_
 
 __device__ __forceinline__ void cluster_store(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// Stores and counts 4 bytes on a barrier of that CTA, which saves both sides a cluster barrier with its memory fence.
+__device__ __forceinline__ void cluster_store_async(uint32_t address, float value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(value),
+               "r"(barrier)
+               : "memory");
 }
 
 }  // namespace kimi::ptx

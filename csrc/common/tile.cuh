@@ -17,6 +17,9 @@ struct alignas(16) Bf16x8 {
   __device__ __forceinline__ void store(__nv_bfloat16* target) const { *reinterpret_cast<uint4*>(target) = raw; }
   __device__ __forceinline__ void clear() { raw = make_uint4(0, 0, 0, 0); }
 
+  // From here on the compiler knows nothing of these bits: it unpacks again instead of keeping eight floats alive.
+  __device__ __forceinline__ void forget() { asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w)); }
+
   __device__ __forceinline__ void unpack(float (&values)[8]) const {
     values[0] = bf16_low(raw.x), values[1] = bf16_high(raw.x);
     values[2] = bf16_low(raw.y), values[3] = bf16_high(raw.y);
@@ -45,6 +48,42 @@ __device__ __forceinline__ float warp_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, offset));
   }
   return value;
+}
+
+// Which of kCount values a lane holds after warp_sum_many; -1: none.
+template <int kCount>
+__device__ __forceinline__ int warp_sum_many_index() {
+  int index = 0, left = kCount;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const int half = (left + 1) / 2;
+    if (threadIdx.x & offset) {
+      index += half;
+      left -= half;
+    } else {
+      left = half;
+    }
+  }
+  return left > 0 ? index : -1;
+}
+
+// Sums kCount <= 32 values over the warp in about kCount + 4 shuffles instead of 5 * kCount: each step a lane hands on
+// the half of the values that its partner keeps. A lane ends with one total, that of warp_sum_many_index().
+template <int kCount, int kOffset = 16>
+__device__ __forceinline__ float warp_sum_many(const float (&values)[kCount]) {
+  constexpr int kHalf = (kCount + 1) / 2;
+  const bool upper = threadIdx.x & kOffset;
+  float kept[kHalf];
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float low = values[i], high = kHalf + i < kCount ? values[kHalf + i < kCount ? kHalf + i : 0] : 0.f;
+    kept[i] = (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, kOffset);
+  }
+  if constexpr (kOffset == 1) {
+    return kept[0];
+  } else {
+    return warp_sum_many<kHalf, kOffset / 2>(kept);
+  }
 }
 
 // Sum over the block; `scratch` has a float for each warp and is free for reuse after the next block barrier.

@@ -6,13 +6,12 @@ namespace kimi::norm {
 void launch_rms(const RmsParams& params, cudaStream_t stream) {
   const RmsTiling tiling = rms_tiling(params.rows, params.width, sm_count());
   const LaunchShape shape{dim3(tiling.blocks), dim3(tiling.threads)};
-  switch (tiling.vectors) {
-    case 1:
-      return launch(rms_kernel<1>, shape, stream, params);
-    case 2:
-      return launch(rms_kernel<2>, shape, stream, params);
-    default:
-      return launch(rms_kernel<4>, shape, stream, params);
+  if (tiling.vectors == 1) {
+    params.weight_f32 ? launch(rms_kernel<1, true>, shape, stream, params)
+                      : launch(rms_kernel<1, false>, shape, stream, params);
+  } else {
+    params.weight_f32 ? launch(rms_kernel<2, true>, shape, stream, params)
+                      : launch(rms_kernel<2, false>, shape, stream, params);
   }
 }
 
