@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kimi_kernels import kda
+from kimi_kernels.testing.compare import assert_equal
 
 DIM = 128
 # The chunk form and the fp64 recurrence differ by fp32 rounding: states of size 10 over up to some hundred tokens.
@@ -79,6 +80,12 @@ def cumulative(lengths: list[int]) -> torch.Tensor:
 
 def flags(values: list[bool]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bool)
+
+
+def assert_same_pools(got: dict, want: dict, slots: list[int] | None = None) -> None:
+    for name in ("state", "conv_state"):
+        pair = (got[name], want[name]) if slots is None else (got[name][slots], want[name][slots])
+        assert_equal(name, *pair)
 
 
 def recurrence64(

@@ -1,4 +1,4 @@
-"""KDA: slots, padding, fresh starts, exports, runs verified before commit, errors."""
+"""KDA: slots, padding, fresh starts, exports, errors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import torch
 
 from kimi_kernels import kda
 from kimi_kernels.testing.compare import assert_close, assert_equal
-from tests.kernels.kda_case import ATOL, DIM, RTOL, Case, cumulative, flags, int32
+from tests.kernels.kda_case import ATOL, DIM, RTOL, Case, assert_same_pools, flags, int32
 
 NAN = float("nan")
-
-
-def assert_same_pools(got: dict, want: dict, slots: list[int] | None = None) -> None:
-    for name in ("state", "conv_state"):
-        pair = (got[name], want[name]) if slots is None else (got[name][slots], want[name][slots])
-        assert_equal(name, *pair)
 
 
 @pytest.mark.parametrize("form", ["prefill", "decode"])
@@ -118,71 +112,6 @@ def test_exports_are_the_states_at_those_tokens(fresh: bool) -> None:
     assert_close("other sequence", pools["state"][14], pools["state"][1], atol=ATOL, rtol=RTOL)
 
 
-def run_of(case: Case, pools: dict, slots: list[int], lengths: list[int], start: int, **options):
-    rows = case.slice(start, start + sum(lengths))
-    return kda.verify(**rows, **case.consts, **pools, slots=int32(slots), cu_seqlens=cumulative(lengths), **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_verify_then_commit_equals_one_by_one(dtype: torch.dtype) -> None:
-    """Any accepted count, committed by the next verify, the next decode or commit_: the bits of one-by-one decode."""
-    case = Case(60, slots=8, dtype=dtype)
-    slots, lengths, accepted = [5, 2, 7, 3], [4, 9, 1, 4], [0, 9, 1, 3]
-    starts = cumulative(lengths).tolist()
-    pools, stepped = case.pools(), case.pools()
-    out, records = run_of(case, pools, slots, lengths, 0)
-    assert_same_pools(pools, case.pools())
-    assert records.shape == (8, *kda.record_shape(2, kda.MAX_RUN))
-
-    def step(slot: int, first: int, count: int) -> torch.Tensor:
-        return torch.cat([case.decode(stepped, [slot], first + i) for i in range(count)])
-
-    for i, slot in enumerate(slots):
-        branch = {name: value.clone() for name, value in stepped.items()}
-        want = torch.cat([case.decode(branch, [slot], starts[i] + j) for j in range(lengths[i])])
-        assert_equal(f"run of slot {slot}", out[starts[i] : starts[i + 1]], want)
-        if accepted[i]:
-            step(slot, starts[i], accepted[i])
-
-    committed = {name: value.clone() for name, value in pools.items()}
-    kda.commit_(records, **committed, slots=int32(slots), accepted=int32(accepted))
-    assert_same_pools(committed, stepped)
-
-    decoded = {name: value.clone() for name, value in pools.items()}
-    got = case.decode(decoded, slots, 40, records=records, accepted=int32(accepted))
-
-    got_run, _ = run_of(case, pools, slots, [3, 2, 1, 4], 18, records=records, accepted=int32(accepted))
-    assert_same_pools(pools, stepped)  # the first run is committed, the second is not
-    start = 18
-    for slot, length in zip(slots, [3, 2, 1, 4], strict=True):
-        branch = {name: value.clone() for name, value in stepped.items()}
-        want = torch.cat([case.decode(branch, [slot], start + j) for j in range(length)])
-        assert_equal(f"second run of slot {slot}", got_run[start - 18 : start - 18 + length], want)
-        start += length
-    want = torch.cat([case.decode(stepped, [slot], 40 + i) for i, slot in enumerate(slots)])
-    assert_equal("decode after a run", got, want)
-    assert_same_pools(decoded, stepped)
-
-
-def test_verify_leaves_padding_alone_and_starts_fresh_from_zero() -> None:
-    case = Case(8)
-    pools, zeroed = case.pools(), case.pools()
-    for name in ("state", "conv_state"):
-        pools[name][2], zeroed[name][2] = NAN, 0
-    before = {name: value.clone() for name, value in pools.items()}
-    records = torch.full((4, *kda.record_shape(2, 4)), NAN)
-    options = {"fresh": flags([True, False, False]), "records": records, "num_tokens": int32([6])}
-    out, _ = run_of(case, pools, [2, 0, 3], [3, 2, 3], 0, **options, accepted=int32([2, 1, 0]))
-    assert_same_pools(pools, before)  # a fresh slot and padding have nothing to commit
-    want, _ = run_of(case, zeroed, [2], [3], 0)
-    assert_equal("fresh run", out[:3], want)
-    assert not out[3:5].any()
-    assert out[5].any()
-    assert not out[6:].any()
-    assert records[[0, 1]].isnan().all()
-    assert records[3, 1:].isnan().all()
-
-
 def test_zero_clears_nan_in_the_named_slots_only() -> None:
     state, conv = torch.full((6, 2, 1, DIM, DIM), NAN), torch.full((6, 2, 3, 3 * DIM), NAN)
     kda.zero_(state, conv, int32([2, 0, 4]))
@@ -265,13 +194,3 @@ def test_prefill_errors_name_the_argument(options: dict, message: str) -> None:
     lengths = options.pop("lengths", [2, 1])
     with pytest.raises(ValueError, match=message):
         case.prefill(case.pools(), [1, 2], lengths, **options)
-
-
-def test_verify_errors_name_the_argument() -> None:
-    case = Case(12)
-    with pytest.raises(ValueError, match="cu_seqlens: expected runs of at most 9 tokens, got 10"):
-        run_of(case, case.pools(), [1, 2], [10, 2], 0)
-    with pytest.raises(ValueError, match="records: expected the last run's records"):
-        run_of(case, case.pools(), [1, 2], [1, 2], 0, accepted=int32([1, 1]))
-    with pytest.raises(ValueError, match="run: expected 1 to 9, got 10"):
-        kda.record_shape(2, 10)
