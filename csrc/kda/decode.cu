@@ -8,8 +8,7 @@ namespace {
 template <int kCluster, int kWarps, int kMinBlocks, bool kPrefetch>
 void launch_as(const DecodeParams& params, cudaStream_t stream) {
   using Config = DecodeConfig<kCluster, kWarps>;
-  const int64_t blocks = int64_t{params.tokens} * params.heads * kCluster;
-  const LaunchShape shape{dim3(static_cast<unsigned>(blocks)), dim3(Config::kThreads), 0, kCluster};
+  const LaunchShape shape{decode_grid(params.tokens, params.heads * Config::kCluster), dim3(Config::kThreads), 0, kCluster};
   launch(decode_kernel<Config, kMinBlocks, kPrefetch>, shape, stream, params);
 }
 

@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
   constexpr int kPasses = Config::kConvPasses;
   __shared__ DecodeShared<Config> shared;
 
-  const int item = blockIdx.x / kCluster, token = item / p.heads, head = item - token * p.heads;
+  const int head = blockIdx.x / kCluster, token = blockIdx.z * gridDim.y + blockIdx.y;
+  if (token >= p.tokens) return;  // a corner of the grid
   const Lane<Config> at{static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x / 32),
                         static_cast<int>(blockIdx.x % kCluster), head, p.heads * kHeadDim};
   const int lane = at.lane;
@@ -35,12 +36,21 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
   }
   const float norm_weight = __ldg(p.o_norm + at.my_row());
   const int64_t state_offset = (int64_t{head} * kHeadDim + at.warp_row()) * kHeadDim;
-  if constexpr (kCluster > 1) ptx::cluster_arrive();  // waited for before the first remote write
+  open_exchange<kCluster>(&shared.barrier, Config::kPartials * sizeof(float));
   if constexpr (kPrefetch) {
     // Only a hint, so a stale slot is harmless: it names a row of the pool, and L2 stays coherent with its writers.
     const int guess = *static_cast<const volatile int32_t*>(p.slots + token);
     if (guess > 0 && guess < p.num_slots && lane == 0) {
       ptx::prefetch_l2(p.state + guess * p.state_slot_stride + state_offset, kRows * kHeadDim * sizeof(float));
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int piece = at.warp + pass * kWarps;
+        if (piece >= Config::kConvPieces) continue;
+        const __nv_bfloat16* column = p.conv_state + guess * p.conv_slot_stride + at.column(piece);
+        constexpr int kBytes = (Config::kBlockRows < 32 ? Config::kBlockRows : 32) * sizeof(__nv_bfloat16);
+#pragma unroll
+        for (int row = 0; row < 3; ++row) ptx::prefetch_l2(column + row * 3 * at.width, kBytes);
+      }
     }
   }
 
@@ -51,7 +61,7 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
   const int num_tokens = p.num_tokens == nullptr ? p.tokens : __ldcg(p.num_tokens);
   const int slot = __ldcg(p.slots + token);
   const bool fresh = p.fresh != nullptr && p.fresh[token];
-  __nv_bfloat16 old[kPasses][3], now[kPasses];
+  __nv_bfloat16 old[kPasses][3] = {}, now[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int piece = at.warp + pass * kWarps;
@@ -69,19 +79,18 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
   }
   __nv_bfloat16* const conv_rows = p.conv_state + slot * p.conv_slot_stride;
   float* const state_rows = p.state + slot * p.state_slot_stride + state_offset + lane * 4;
+  float4 state[kRows] = {};
+  if (!fresh) {
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int piece = at.warp + pass * kWarps;
-    if (!at.active(piece)) continue;
+    for (int r = 0; r < kRows; ++r) state[r] = __ldcg(reinterpret_cast<const float4*>(state_rows + r * kHeadDim));
 #pragma unroll
-    for (int row = 0; row < 3; ++row) {
-      old[pass][row] = fresh ? __nv_bfloat16{} : conv_rows[int64_t{row} * 3 * at.width + at.column(piece)];
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int piece = at.warp + pass * kWarps;
+      if (!at.active(piece)) continue;
+      const __nv_bfloat16* column = conv_rows + at.column(piece);
+#pragma unroll
+      for (int row = 0; row < 3; ++row) old[pass][row] = column[row * 3 * at.width];
     }
-  }
-  float4 state[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    state[r] = fresh ? float4{} : __ldcg(reinterpret_cast<const float4*>(state_rows + r * kHeadDim));
   }
 
   // ---- Convolution, sums of squares and decay, shared with the block.
@@ -110,25 +119,15 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
 
   // ---- Delta rule. The sum of squares leaves first, the state goes back while it travels.
   const RowResult row = read_rows<kRows>(state, q, k, decay, v, sigmoid(__bfloat162float(raw_beta)), lane);
-  if constexpr (kCluster > 1) {
-    ptx::cluster_wait();
-    if (lane < kCluster) {
-      ptx::cluster_store(ptx::cluster_address(&shared.partials[at.rank * kWarps + at.warp], lane), row.squares);
-    }
-    ptx::cluster_arrive();
-  } else if (lane == 0) {
-    shared.partials[at.warp] = row.squares;
-  }
+  if constexpr (kCluster > 1) ptx::cluster_wait();
+  send<kCluster>(&shared.partials[at.rank * kWarps + at.warp], row.squares, &shared.barrier, lane);
   correct_rows<kRows>(state, row.delta, k);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) *reinterpret_cast<float4*>(state_rows + r * kHeadDim) = state[r];
-  if constexpr (kCluster > 1) {
-    ptx::cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  close_exchange<kCluster>(&shared.barrier);
 
-  // ---- Gated norm. The convolution rows move only now: other blocks of the cluster read the q and k channels, too.
+  // ---- Gated norm. The convolution rows move only now: other blocks of the cluster read the q and k channels, too, and
+  // have done so when their sums are here.
   const float squares = sum_partials<Config::kPartials>(shared.partials, lane);
   if (at.owns_row()) *out = gated_norm(row.o, squares, norm_weight, raw_gate, p.eps);
 #pragma unroll
@@ -137,8 +136,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
     if (!at.active(piece) || !at.writes(piece)) continue;
     __nv_bfloat16* column = conv_rows + at.column(piece);
     column[0] = old[pass][1];
-    column[int64_t{3} * at.width] = old[pass][2];
-    column[int64_t{6} * at.width] = now[pass];
+    column[3 * at.width] = old[pass][2];
+    column[6 * at.width] = now[pass];
   }
   ptx::pdl_trigger();
 }

@@ -26,6 +26,13 @@ struct DecodeConfig {
   static_assert(kWarps >= 4);
 };
 
+// Heads and their split along x, so that a cluster is one head; sequences along y and, beyond its limit, z.
+inline dim3 decode_grid(int sequences, int blocks_of_one) {
+  constexpr int kMost = 32768;
+  const int y = sequences < kMost ? sequences : kMost;
+  return dim3(blocks_of_one, y, (sequences + y - 1) / y);
+}
+
 template <class Config>
 struct DecodeShared {
   alignas(16) float q[kHeadDim];  // convolved, rounded to bf16, not yet normalised
@@ -33,7 +40,8 @@ struct DecodeShared {
   alignas(16) float decay[kHeadDim];  // e^g
   float v[Config::kBlockRows];
   float sum_squares[8];                           // of q (four warps) and k (four warps)
-  alignas(16) float partials[Config::kPartials];  // written by every block of the cluster
+  alignas(16) float partials[Config::kPartials];  // of o^2, written by every warp of the cluster
+  uint64_t barrier;                               // counts their bytes
 };
 
 // A run of up to kMaxRun tokens, and the last run's record as far as it is committed.
@@ -57,6 +65,7 @@ struct RunShared {
   };
   Record committed[kMaxRun];
   Token tokens[kMaxRun];
+  uint64_t barrier;  // counts the bytes of all tokens' partials
 };
 
 }  // namespace kimi::kda

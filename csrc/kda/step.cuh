@@ -137,6 +137,41 @@ __device__ __forceinline__ void correct_rows(float4 (&state)[kRows], float delta
   }
 }
 
+// ---- Sums of squares between the blocks of a cluster: each block has a barrier that counts the bytes it is sent, so that
+// nobody waits for a memory fence. open_exchange, then cluster_wait before the first send.
+template <int kCluster>
+__device__ __forceinline__ void open_exchange(uint64_t* barrier, uint32_t bytes) {
+  if constexpr (kCluster > 1) {
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(barrier, 1);
+      ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+      ptx::mbarrier_init_fence();
+    }
+    ptx::cluster_arrive_relaxed();
+  }
+}
+
+// Called by a whole warp: `value` goes to the same place in every block of the cluster.
+template <int kCluster>
+__device__ __forceinline__ void send(float* place, float value, uint64_t* barrier, int lane) {
+  if constexpr (kCluster > 1) {
+    if (lane < kCluster) {
+      ptx::cluster_store_async(ptx::cluster_address(place, lane), value, ptx::cluster_address(barrier, lane));
+    }
+  } else {
+    if (lane == 0) *place = value;
+  }
+}
+
+template <int kCluster>
+__device__ __forceinline__ void close_exchange(uint64_t* barrier) {
+  if constexpr (kCluster > 1) {
+    ptx::mbarrier_wait(barrier, 0);
+  } else {
+    __syncthreads();
+  }
+}
+
 // ---- Where a warp's piece of the convolutions lies: pieces of 32 channels, one a lane. 0..3 are q, 4..7 k, the others
 // this block's own value rows. The gate's four pieces are dealt to the last warps, which have the fewest convolutions.
 template <class Config>

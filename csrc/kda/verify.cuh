@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
   __shared__ RunShared<Config> shared;
 
   const DecodeParams& p = r.token;
-  const int item = blockIdx.x / kCluster, sequence = item / p.heads, head = item - sequence * p.heads;
+  const int head = blockIdx.x / kCluster, sequence = blockIdx.z * gridDim.y + blockIdx.y;
+  if (sequence >= r.sequences) return;  // a corner of the grid
   const Lane<Config> at{static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x / 32),
                         static_cast<int>(blockIdx.x % kCluster), head, p.heads * kHeadDim};
   const int lane = at.lane, local_row = at.my_row() - at.rank * kBlockRows;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
         const int part = piece < 4 ? 3 : piece < 8 ? 4 : 5;
         window[pass][row] = __float2bfloat16_rn(record(from - 3, part)[at.channel(piece)]);
       } else {
-        window[pass][row] = fresh ? __nv_bfloat16{} : conv_rows[int64_t{from} * 3 * at.width + at.column(piece)];
+        window[pass][row] = fresh ? __nv_bfloat16{} : conv_rows[from * 3 * at.width + at.column(piece)];
       }
     }
 #pragma unroll
@@ -153,10 +154,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
   __syncthreads();
   // All blocks of the cluster have read the records and convolution rows; from here on they may be overwritten, and
   // remote shared memory is there.
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  }
+  open_exchange<kCluster>(&shared.barrier, count * Config::kPartials * sizeof(float));
+  if constexpr (kCluster > 1) ptx::cluster_wait();
 
   // ---- Commit.
   for (int token = 0; token < accepted; ++token) {
@@ -184,13 +183,7 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
     const RowResult row = read_rows<kRows>(state, q, k, decay, now.v[local_row], now.beta, lane);
     correct_rows<kRows>(state, row.delta, k);
     if (at.owns_row()) now.o[local_row] = row.o;
-    if constexpr (kCluster > 1) {
-      if (lane < kCluster) {
-        ptx::cluster_store(ptx::cluster_address(&now.partials[at.rank * kWarps + at.warp], lane), row.squares);
-      }
-    } else if (lane == 0) {
-      now.partials[at.warp] = row.squares;
-    }
+    send<kCluster>(&now.partials[at.rank * kWarps + at.warp], row.squares, &shared.barrier, lane);
     if (!r.keep) {
       if (at.owns_row()) record(token, 2)[at.my_row()] = row.delta;
       if (at.warp == token % kWarps && at.rank == token % kCluster) {
@@ -198,11 +191,6 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
         *reinterpret_cast<float4*>(record(token, 1) + lane * 4) = k;
       }
     }
-  }
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-  } else {
-    __syncthreads();
   }
   if (r.keep) {
 #pragma unroll
@@ -217,7 +205,7 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
     if (r.keep || store_first) {
 #pragma unroll
       for (int row = 0; row < 3; ++row) {
-        conv_rows[int64_t{row} * 3 * at.width + at.column(piece)] = window[pass][row];
+        conv_rows[row * 3 * at.width + at.column(piece)] = window[pass][row];
       }
     }
     if (!r.keep) {
@@ -228,7 +216,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) run_kernel(const
       }
     }
   }
-  if constexpr (kCluster > 1) ptx::cluster_wait();
+  close_exchange<kCluster>(&shared.barrier);
+  if constexpr (kCluster > 1) __syncthreads();  // o comes from other warps of this block
 
   // ---- Gated norms, a token a warp.
   for (int token = at.warp; token < count; token += kWarps) {
