@@ -25,6 +25,7 @@ from engine.config_fields import (
     demand_dtype,
 )
 
+MAX_ATTN_RES_BLOCKS = 15  # of attn_res.mix
 A_LOG_SIZE = 128  # as published: one value a head, the rest zeros
 
 
@@ -172,6 +173,11 @@ def _parse_text(text: Fields, top_eos: tuple[int, ...]) -> ModelConfig:
         eos_token_ids=tuple(sorted({*text.token_ids("eos_token_id", optional=True), *top_eos})),
     )
     text.finish(NO_EFFECT_TEXT)
+    if config.num_attn_res_blocks > MAX_ATTN_RES_BLOCKS:
+        raise ConfigError(
+            f"text_config.attn_res_block_size must make at most {MAX_ATTN_RES_BLOCKS} blocks of {num_layers} layers, "
+            f"got {config.attn_res_block_size}"
+        )
     too_high = [i for i in config.eos_token_ids if i >= config.vocab_size]
     if too_high:
         raise ConfigError(f"eos_token_id must be below vocab_size {config.vocab_size}, got {too_high}")

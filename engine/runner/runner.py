@@ -18,6 +18,7 @@ from engine.runner.inputs import prepare
 from engine.runner.sampler import Sampler
 from engine.types import ParameterError, StepOutput, StepPlan
 from engine.weights.loader import load_model
+from kimi_kernels import reference_operations
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Runner:
             "%d blocks of %d tokens, %d state slots, max_model_len %d, on %s in %s",
             resolved.num_blocks, resolved.block_size, resolved.num_slots, resolved.max_model_len, device, dtype,
         )  # fmt: skip
+        if device.type == "cuda" and (names := reference_operations()):
+            logger.warning("on the plain-torch reference instead of kernels: %s", ", ".join(sorted(names)))
         return cls(model, resolved, state, dtype=dtype, device=device, eos_token_ids=eos)
 
     @torch.inference_mode()

@@ -24,11 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=Path, required=True, metavar="FILE.json", help="a JSON list of token ids")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="one array: logits [tokens, vocab]")
     parser.add_argument("--chunk-size", type=int, default=CHUNK_SIZE, metavar="N", help="tokens of one forward pass")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model; only 1 so far")
     add_device_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
+        if args.tp != 1:
+            raise ParameterError("tp", f"--tp must be 1: running on several GPUs is not implemented, got {args.tp}")
         if args.chunk_size < 1:
             raise ParameterError("chunk_size", f"--chunk-size must be at least 1, got {args.chunk_size}")
         config = ModelConfig.from_dir(args.model)

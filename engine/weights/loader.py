@@ -12,6 +12,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.model.kimi_k3 import KimiK3
+from engine.model.layers.linear import Linear
 from engine.model.layers.moe import MoE
 from engine.weights.mapping import SKIPPED_PREFIXES, TensorSpec, checkpoint_tensors
 from engine.weights.progress import Progress
@@ -32,6 +33,9 @@ def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, pr
     with torch.device("meta"):
         model = KimiK3(config)
     model.to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.zero_padding()
     places: dict[str, torch.Tensor] = dict(model.named_parameters())
     experts: dict[int, ExpertBuffers] = {}
     reader = ShardReader()

@@ -84,7 +84,7 @@ def read_inventory(model_dir: Path, problems: list[str]) -> Inventory:
     for shard in shards:
         try:
             found = read_header(shard)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problems.append(f"{shard.name}: {error}")
             bad.add(shard.name)
             continue

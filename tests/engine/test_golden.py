@@ -115,12 +115,13 @@ def test_ids_at_the_edges_of_the_vocabulary(runner: Runner) -> None:
     assert prompt_logits(runner, r, 4).isfinite().all()
 
 
-def test_bfloat16_activations_stay_close(golden: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_activations_stay_close(golden: dict[str, torch.Tensor], device: str) -> None:
     """Bounds of data/tiny-k3/README.md for bf16: median relative error under 0.05, every position under 0.12."""
-    runner = tiny_runner(dtype="bfloat16")
+    runner = tiny_runner(dtype="bfloat16", device=device)
     for n in PROMPTS:
         want = golden[f"prompt_{n}.logits"]
-        got = prompt_logits(runner, request("a", ids(golden, n), 1, runner), 64)
+        got = prompt_logits(runner, request("a", ids(golden, n), 1, runner), 64).cpu()
         error = (got - want).norm(dim=-1) / want.norm(dim=-1)
         assert error.median() < 0.05
         assert error.max() < 0.12

@@ -119,6 +119,12 @@ def test_a_missing_field_is_an_error_or_has_the_default_the_spec_names(name: str
             ModelConfig.from_dict(data)
 
 
+def test_more_blocks_than_the_mix_takes_are_refused() -> None:
+    data = change(published_config(), T + "attn_res_block_size", 6)
+    with pytest.raises(ConfigError, match="attn_res_block_size"):
+        ModelConfig.from_dict(data)
+
+
 def test_defaults_of_dumps_change_nothing() -> None:
     data = tiny_config()
     data["text_config"] |= {"rope_theta": 10000.0, "head_dim": 96, "rope_scaling": None, "transformers_version": "5"}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import ModelConfig
 from engine.engine_config import EngineConfig
 from engine.model.kimi_k3 import KimiK3
+from engine.model.layers.linear import Linear
 from engine.runner.runner import Runner
 from engine.weights.loader import load_model
 from engine.weights.mapping import PREFIX, SKIPPED_PREFIXES, checkpoint_tensors
@@ -62,10 +63,14 @@ def test_every_parameter_is_filled_exactly_once(which: str) -> None:
     assert spans.keys() == parameters.keys()
     for name, parameter in parameters.items():
         edges = sorted(spans[name])
+        rows = parameter.shape[0]
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, Linear):
+            rows -= owner.num_pad_rows  # zeroed by the loader
         assert edges[0][0] == 0
-        assert edges[-1][1] == parameter.shape[0]
+        assert edges[-1][1] == rows
         assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
-        assert elements[name] == parameter.numel()
+        assert elements[name] == parameter[:rows].numel()
 
 
 def all_tensors() -> dict[str, torch.Tensor]:
@@ -91,6 +96,9 @@ def test_loaded_bytes_equal_the_stored_ones() -> None:
             got = getattr(weights, field)[spec.expert, spec.row : spec.row + spec.shape[0]].flatten()
         assert got.dtype == stored[spec.name].dtype
         assert torch.equal(got, stored[spec.name].flatten()), spec.name
+    padded = model.layers[0].attn.in_proj
+    assert padded.num_pad_rows == 62  # 4 * 256 + 128 + 2 rows, up to 1,216
+    assert not padded.weight[-62:].any()
     experts = model.layers[1].mlp.experts
     parts = moe.unpack(experts.w13, experts.w2)
     for part, name in zip(parts, ("w1.weight_packed", "w1.weight_scale", "w3.weight_packed"), strict=False):

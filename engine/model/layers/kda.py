@@ -20,7 +20,8 @@ class KDA(nn.Module):
         self.state_index = state_index  # which of the KDA layers this is
         self.lower_bound, self.eps = config.gate_lower_bound, config.rms_norm_eps
         self.splits = [dim, dim, dim, dim, head_dim, heads]
-        self.in_proj = Linear(sum(self.splits), config.hidden_size)  # rows: q, k, v, output gate, f_a, beta
+        self.in_proj = Linear(sum(self.splits), config.hidden_size, pad=True)  # rows: q, k, v, output gate, f_a, beta
+        self.splits.append(self.in_proj.num_pad_rows)
         self.f_b_proj = Linear(dim, head_dim)
         self.conv_weight = weight(3 * dim, config.conv_kernel_size, dtype=torch.float32)
         self.a_log = weight(A_LOG_SIZE, dtype=torch.float32)
@@ -29,7 +30,7 @@ class KDA(nn.Module):
         self.o_proj = Linear(config.hidden_size, dim)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext, state: ModelState) -> torch.Tensor:
-        q, k, v, gate, f_a, beta = self.in_proj(x).split(self.splits, dim=-1)
+        q, k, v, gate, f_a, beta, _ = self.in_proj(x).split(self.splits, dim=-1)
         f = self.f_b_proj(f_a)
         kda_state = state.kda_state[:, self.state_index]
         conv_state = state.conv_state[:, self.state_index]

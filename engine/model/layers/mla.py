@@ -22,7 +22,8 @@ class MLA(nn.Module):
         self.latent = config.kv_lora_rank
         self.scale = (self.nope + self.rope) ** -0.5
         self.splits = [config.q_lora_rank, self.latent + self.rope, self.heads * self.v_dim]
-        self.in_proj = Linear(sum(self.splits), config.hidden_size)  # rows: q_a, kv_a, output gate
+        self.in_proj = Linear(sum(self.splits), config.hidden_size, pad=True)  # rows: q_a, kv_a, output gate
+        self.splits.append(self.in_proj.num_pad_rows)
         self.q_a_norm = weight(config.q_lora_rank)
         self.q_b_proj = Linear(self.heads * (self.nope + self.rope), config.q_lora_rank)
         self.kv_a_norm = weight(self.latent)
@@ -30,7 +31,7 @@ class MLA(nn.Module):
         self.o_proj = Linear(config.hidden_size, self.heads * self.v_dim)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext, state: ModelState) -> torch.Tensor:
-        q_a, kv_a, gate = self.in_proj(x).split(self.splits, dim=-1)
+        q_a, kv_a, gate, _ = self.in_proj(x).split(self.splits, dim=-1)
         q = self.q_b_proj(norm.rms(q_a, self.q_a_norm, eps=self.eps)).view(-1, self.heads, self.nope + self.rope)
         cache = state.mla_cache[self.cache_index]
         mla.store_(kv_a, self.kv_a_norm, cache, ctx.slot_mapping, eps=self.eps)
