@@ -62,7 +62,7 @@ def test_verify_leaves_padding_alone_and_starts_fresh_from_zero() -> None:
     case = Case(8)
     pools, zeroed = case.pools(), case.pools()
     for name in ("state", "conv_state"):
-        pools[name][2], zeroed[name][2] = NAN, 0
+        pools[name][2], zeroed[name][2] = 7.5, 0  # no NaN: a commit of the NaN records below must show
     before = {name: value.clone() for name, value in pools.items()}
     records = torch.full((4, *kda.record_shape(2, 4)), NAN)
     options = {"fresh": flags([True, False, False]), "records": records, "num_tokens": int32([6])}

@@ -72,6 +72,13 @@ def test_minus_infinity_and_underflow_give_finite_weights() -> None:
     assert weights.isfinite().all()
 
 
+def test_renormalisation_adds_1e_20_to_the_sum() -> None:
+    logits = torch.tensor([[-46.0, -47.0]])
+    _, weights = routing.topk(logits, torch.zeros(2), 2)
+    scores = torch.sigmoid(logits.double())
+    assert_close("weights", weights, scores / (scores.sum() + 1e-20), atol=0, rtol=1e-5)
+
+
 def test_nan_row_is_flagged_and_leaves_its_neighbours_alone() -> None:
     logits, bias = draw(3, 896)
     want = routing.topk(logits, bias, 16)
