@@ -72,8 +72,8 @@ def make_plan(
         raise ParameterError("context", f"--context must be in [1, {config.max_position_embeddings}], got {context}")
     totals: dict[str, list[int]] = {}
     layers: dict[str, set[str]] = {}
-    for spec in checkpoint_tensors(config):
-        size = math.prod(spec.shape) * spec.dtype.itemsize
+    for spec in checkpoint_tensors(config, experts=(0,)):  # all experts are alike
+        size = math.prod(spec.shape) * spec.dtype.itemsize * (1 if spec.expert is None else config.num_experts)
         total = totals.setdefault(spec.part, [0, 0])
         total[0] += size
         total[1] += size if spec.split is None else size // tp

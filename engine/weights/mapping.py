@@ -5,8 +5,8 @@ Names, shapes and dtypes all follow from the config, so the table is also the li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
 MXFP4_GROUP = 32  # elements along the input dimension that share one scale byte
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One checkpoint tensor and its place.
 
     It fills rows ``row`` .. ``row + shape[0]`` of parameter ``target`` (of entry ``expert`` of it, if given), read in
@@ -38,21 +37,22 @@ class TensorSpec:
     part: str = "other"  # the line of a size report it counts to
 
 
-def checkpoint_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    """Every text tensor of a checkpoint of ``config``, in the model's order."""
+def checkpoint_tensors(config: ModelConfig, experts: Sequence[int] | None = None) -> Iterator[TensorSpec]:
+    """Every text tensor of a checkpoint of ``config``, in the model's order; of the routed experts only ``experts``."""
+    experts = range(config.num_experts) if experts is None else experts
     hidden, vocab = config.hidden_size, config.vocab_size
     ends = "embedding, head and final vectors"
     model = PREFIX + "model."
     yield TensorSpec(model + "embed_tokens.weight", (vocab, hidden), BF16, "embed", split="rows", part=ends)
     for i in range(config.num_hidden_layers):
-        yield from _layer(config, i)
+        yield from _layer(config, i, experts)
     yield TensorSpec(model + "output_attn_res_norm.weight", (hidden,), BF16, "output_res.score_norm", part=ends)
     yield TensorSpec(model + "output_attn_res_proj.weight", (1, hidden), BF16, "output_res.score_proj", part=ends)
     yield TensorSpec(model + "norm.weight", (hidden,), BF16, "output_res.out_norm", part=ends)
     yield TensorSpec(PREFIX + "lm_head.weight", (vocab, hidden), BF16, "lm_head.weight", split="rows", part=ends)
 
 
-def _layer(config: ModelConfig, i: int) -> Iterator[TensorSpec]:
+def _layer(config: ModelConfig, i: int, experts: Sequence[int]) -> Iterator[TensorSpec]:
     name, target, hidden = f"{PREFIX}model.layers.{i}.", f"layers.{i}.", config.hidden_size
     vectors = "norms and AttnRes vectors"
     for res, norm, place in (
@@ -68,6 +68,8 @@ def _layer(config: ModelConfig, i: int) -> Iterator[TensorSpec]:
         yield from _kda(config, name + "self_attn.", target + "attn.")
     if config.is_moe(i):
         yield from _moe(config, name + "block_sparse_moe.", target + "mlp.")
+        for e in experts:
+            yield from _expert(config, f"{name}block_sparse_moe.experts.{e}.", target + "mlp.experts.", e)
     else:
         yield from _mlp(config, name + "mlp.", target + "mlp.", config.intermediate_size, "dense MLP")
 
@@ -139,8 +141,6 @@ def _moe(config: ModelConfig, name: str, target: str) -> Iterator[TensorSpec]:
     yield from _stacked(name, target + "latent_up.weight", latent, part, [("routed_expert_up_proj", hidden, None)])
     shared_width = config.moe_intermediate_size * config.num_shared_experts
     yield from _mlp(config, name + "shared_experts.", target + "shared.", shared_width, part)
-    for e in range(experts):
-        yield from _expert(config, f"{name}experts.{e}.", target + "experts.", e)
 
 
 def _expert(config: ModelConfig, name: str, target: str, e: int) -> Iterator[TensorSpec]:
