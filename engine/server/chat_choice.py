@@ -39,6 +39,7 @@ class ChatChoice:
             tools=list(request.chat.tools) or [tool for message in request.messages for tool in message.tools],
             tool_choice=request.chat.tool_choice,
             first_call=request.num_past_calls,
+            ignore_end=sampling.ignore_eos,
         )
         self._stops = {name: StopMatcher(sampling.stop, sampling.include_stop_str_in_output) for name in TEXT_FIELDS}
         self._channel: str | None = None  # whose stop matcher may hold text

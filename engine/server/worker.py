@@ -60,6 +60,10 @@ def worker_main(connection: Connection, model_dir: Path, config: EngineConfig, f
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(level, worker="engine")
+    commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    news: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    # before the model is loaded: a parent that goes away meanwhile must not leave a loading process behind
+    threading.Thread(target=_read, args=(connection, commands), daemon=True).start()
     try:
         core = resolve(factory)(model_dir, config)
         connection.send(("ready", describe(core)))
@@ -68,15 +72,14 @@ def worker_main(connection: Connection, model_dir: Path, config: EngineConfig, f
         kind = "" if isinstance(error, (ParameterError, ValueError, OSError)) else f"{type(error).__name__}: "
         connection.send(("failed", f"{kind}{error}"))
         return
-    commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    news: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, commands), daemon=True).start()
-    threading.Thread(target=_write, args=(connection, news), daemon=True).start()
+    writer = threading.Thread(target=_write, args=(connection, news), daemon=True)
+    writer.start()
     try:
         serve_commands(core, commands, lambda step: news.put(("step", step)))
     except Exception:
         logger.exception("the engine stopped")
-        connection.send(("dead", traceback.format_exc(limit=-1).strip().splitlines()[-1]))
+        news.put(("dead", traceback.format_exc(limit=-1).strip().splitlines()[-1]))
+        writer.join(5)
         os._exit(1)
 
 
@@ -153,7 +156,10 @@ def _read(connection: Connection, commands: queue.SimpleQueue[tuple[str, Any]]) 
 
 def _write(connection: Connection, news: queue.SimpleQueue[tuple[str, Any]]) -> None:
     while True:
+        message = news.get()
         try:
-            connection.send(news.get())
-        except (BrokenPipeError, OSError):
+            connection.send(message)
+        except OSError:
             os._exit(0)
+        if message[0] == "dead":
+            return

@@ -33,7 +33,8 @@ class OutputParser:
 
     ``thinking``: whether the prompt ended inside the think channel (else the response channel). Without ``tools``, or
     with ``tool_choice`` "none", calls are parsed and dropped. ``first_call`` numbers the first call's id (calls
-    of the whole conversation count). ``reasoning_tokens`` counts the ids of the think channel without its markers;
+    of the whole conversation count). ``ignore_end``: what follows an end id is content (a request with ignore_eos).
+    ``reasoning_tokens`` counts the ids of the think channel without its markers;
     ``unfinished_call`` is the index of a call that the end cut off, else None.
     """
 
@@ -45,11 +46,13 @@ class OutputParser:
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | None = "auto",
         first_call: int = 0,
+        ignore_end: bool = False,
     ) -> None:
         special = tokenizer.special_tokens
         self._tokenizer = tokenizer
         self._open, self._close, self._sep = (special.get(name) for name in ("<|open|>", "<|close|>", "<|sep|>"))
         self._ends = {special[name] for name in ("<|end_of_msg|>", "[EOS]") if name in special}
+        self._after_end = "response" if ignore_end else "end"
         self._marker: list[int] | None = None  # ids since an open or close, until its sep
         self._opens = False
         self._state = "think" if thinking else "response"
@@ -70,7 +73,7 @@ class OutputParser:
                 break
             if token in self._ends:
                 self._leave_message()
-                self._state = "end"
+                self._state = self._after_end
             elif token in (self._open, self._close):
                 self._marker = []  # an unfinished marker before it is dropped
                 self._opens = token == self._open

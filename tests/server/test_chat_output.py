@@ -319,3 +319,10 @@ def test_any_ids_at_all_parse_alike_in_every_chunking():
         whole = parse(ids, [], end, thinking=thinking)
         assert parse(ids, range(1, len(ids)), end, thinking=thinking) == whole
         assert "<|" not in (whole[0] or "") + (whole[1] or "")
+
+
+def test_text_after_an_ignored_end_is_content():
+    parser = OutputParser(TOKENIZER, thinking=True, ignore_end=True)
+    ids = ids_of("long enough to be shown{-think}}{+response}}a{-response}}{-message}}<|end_of_msg|>b[EOS]c")
+    deltas = [delta for i in ids for delta in parser.feed([i])] + parser.finish("length")[0]
+    assert collect(deltas)[:2] == ("long enough to be shown", "abc")
