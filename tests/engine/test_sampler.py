@@ -224,6 +224,26 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert none["c"].logprobs is None
 
 
+@pytest.mark.gpu
+def test_sampling_on_the_gpu_gives_the_tokens_of_the_cpu() -> None:
+    """Every option at once. fp32 sums may differ in the last bit, which moves a draw in one of 10^6 cases."""
+    options: list[dict] = [
+        {"temperature": 0, "logprobs": 2},
+        {"seed": 1, "top_k": 5},
+        {"seed": 2, "top_p": 0.8, "logprobs": 0},
+        {"seed": 3, "min_p": 0.05},
+        {"seed": 4, "temperature": 1.5, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"seed": 5, "min_tokens": 4, "stop_token_ids": (3,)},
+    ]
+    logits = torch.randn(len(options), 1000, generator=torch.Generator().manual_seed(3)) * 2
+    got = []
+    for device in ("cpu", "cuda"):
+        batch = [make(str(i), [7, 7, 9], **option) for i, option in enumerate(options)]
+        output = sample(Sampler(1000, 0, torch.device(device)), batch, logits.to(device))
+        got.append([output.tokens[str(i)].token_id for i in range(len(options))])
+    assert got[0] == got[1]
+
+
 @pytest.mark.parametrize("chunks", [(64,), (1, 2, 3, 40, 18)])
 def test_prompt_logprobs_in_any_chunks(chunks: tuple[int, ...]) -> None:
     golden = expected()
