@@ -24,6 +24,8 @@ def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, pr
     """Build the model of ``config`` and fill it. Raises CheckpointError listing all that is wrong."""
     problems: list[str] = []
     inventory = read_inventory(model_dir, problems)
+    if problems and not inventory.tensors:
+        raise CheckpointError(model_dir, problems)  # no file could be read: every tensor would be listed as missing
     work = match(config, inventory, problems)
     if problems:
         raise CheckpointError(model_dir, problems)

@@ -178,7 +178,8 @@ def test_a_shard_that_is_no_safetensors_file(checkpoint: Path) -> None:
 
 def test_an_index_without_a_weight_map(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    assert "no weight_map" in str(fail(checkpoint))
+    (problem,) = fail(checkpoint).problems
+    assert "no weight_map" in problem
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
