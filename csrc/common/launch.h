@@ -54,7 +54,10 @@ inline void allow_shared_memory(const void* kernel, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   if (allowed.count({kernel, device}) != 0) return;
   int limit = 0;
+  cudaFuncAttributes attributes = {};
   CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  limit -= static_cast<int>(attributes.sharedSizeBytes);  // static variables share the limit
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit));
   allowed.insert({kernel, device});
 }
