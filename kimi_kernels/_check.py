@@ -30,10 +30,9 @@ def tensor(
     """Check type, number of dims, sizes (None: any), dtype, device (that of ``like``), contiguous rows (``row``)."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if shape is not None:
-        got = x.shape
-        if len(got) != len(shape) or any(w is not None and w != g for w, g in zip(shape, got, strict=True)):
-            raise ValueError(f"{name}: expected shape {_show(shape)}, got {_show(got)}")
+    # Tuples compare in C; the loop runs only where a size is free.
+    if shape is not None and x.shape != shape and not _fits(x.shape, shape):
+        raise ValueError(f"{name}: expected shape {_show(shape)}, got {_show(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{name}: expected dtype {names}, got {str(x.dtype).removeprefix('torch.')}")
@@ -53,6 +52,12 @@ def num_tokens(x: Any, like: torch.Tensor) -> None:
     """``num_tokens`` is a device scalar: int32 [1]."""
     if x is not None:
         tensor("num_tokens", x, (1,), INT32, like=like)
+
+
+def _fits(got: Sequence[int], shape: Sequence[int | None]) -> bool:
+    if len(got) != len(shape):
+        return False
+    return list(got) == [have if want is None else want for have, want in zip(got, shape, strict=True)]
 
 
 def _show(shape: Sequence[int | None]) -> str:
