@@ -164,7 +164,8 @@ def draw(logits: torch.Tensor, requests: list[Request], uniforms: np.ndarray) ->
     if not cut:
         return _invert(logits.softmax(-1), u)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
-    whole = [i for i in range(len(requests)) if i not in set(cut)]
+    cut_rows = set(cut)
+    whole = [i for i in range(len(requests)) if i not in cut_rows]
     if whole:
         index = torch.tensor(whole, device=logits.device)
         tokens[index] = _invert(logits[index].softmax(-1), u[index])
