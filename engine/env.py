@@ -66,14 +66,13 @@ SWITCHES: dict[str, Switch] = {
         Switch("KIMI_ENGINE_API_KEY", str, None, "key that HTTP clients must send, as --api-key"),
         Switch("KIMI_ENGINE_READY_TIMEOUT_S", float, 600.0, "seconds the server waits for its engine", minimum=1),
         Switch("KIMI_ENGINE_HTTP_TIMEOUT_KEEP_ALIVE", float, 5.0, "seconds an idle connection is kept", minimum=0),
-        Switch("KIMI_ENGINE_SERVER_DEV_MODE", bool, False, "1 offers the development routes"),
-        Switch("KIMI_ENGINE_CACHE_ROOT", str, None, "folder for files the engine builds or caches"),
         Switch("KIMI_KERNELS_NO_CUDA", bool, False, "1 skips the CUDA build on installation"),
         Switch(
             "KIMI_KERNELS_REFERENCE", str, "", "1, or a comma list of operations that run the plain-torch reference"
         ),
         Switch("KIMI_KERNELS_CACHE", str, None, "folder for kernels built on first use"),
-        Switch("KIMI_KERNELS_ARCHS", str, None, "comma list of architectures to build, such as sm_90a"),
+        Switch("KIMI_KERNELS_NVCC_FLAGS", str, "", "flags added to every CUDA compilation"),
+        Switch("KIMI_KERNELS_PDL", bool, True, "0 turns programmatic dependent launch off"),
     )
 }
 
