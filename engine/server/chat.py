@@ -39,6 +39,10 @@ class ChatAnswer:
         tokenizer = state.need_tokenizer("messages")
         request = parse_chat(body, state.limits, state.chat_defaults)
         state.check_model(request.options.model)
+        if request.chat.tool_choice == "required":
+            state.note_hint("tool_choice required")
+        if (request.chat.response_format or {}).get("type", "text") != "text":
+            state.note_hint("response_format")
         segments = render(request.messages, request.chat)
         size = sum(len(segment.text) for segment in segments)
         prompt = await encode(lambda: encode_segments(tokenizer, segments), size, "messages")

@@ -59,7 +59,7 @@ class Job:
         self._generation = Generation(requests, interval=state.stream_interval)
         self._generation.on_update = self._on_update
         if state.log_requests:
-            logger.info("Received request %s (%s): %s", self.id, client_id or "-", sampling)
+            logger.info("Received request %s (%s): %s", self.id, client_id or "-", str(sampling)[: state.max_log_len])
         state.engine.submit(requests, self._generation)
 
     async def updates(self) -> AsyncIterator[list[tuple[int, RequestUpdate]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from engine.server.errors import ApiError, draining, engine_dead
 from engine.server.metrics import Metrics
 from engine.server.protocol import ServingLimits
 from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class ServerState:
     log_requests: bool = False
     max_log_len: int | None = None
     draining: bool = False
+    hints: set[str] = field(default_factory=set)  # of prompts, named in the log once
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_serving(self) -> None:
@@ -47,6 +51,12 @@ class ServerState:
         if name not in self.model_names:
             raise ApiError(404, f"the model {name[:100]!r} is not served here", param="model")
         return name
+
+    def note_hint(self, name: str) -> None:
+        """Say once that ``name`` only changes the prompt: nothing forces the model to obey yet."""
+        if name not in self.hints:
+            self.hints.add(name)
+            logger.warning("%s is a hint in the prompt only; the output is not constrained by a grammar", name)
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
