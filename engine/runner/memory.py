@@ -102,6 +102,6 @@ def allocate(config: ModelConfig, engine: EngineConfig, device: torch.device, dt
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU from numpy, which leaves pages untouched until they are used (torch.zeros writes them all)."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
