@@ -8,14 +8,14 @@
 
 namespace kimi::kda {
 
-// Sums each of 2 * kRows values over the warp in about 2 * kRows + 4 shuffles instead of 10 * kRows: at every step a
-// lane hands over half of its values and keeps the other half. The tree of each sum is that of warp_sum.
-// Returns, in lane l, the sum of value [(l >> 4) * kRows + ((l & 15) >> kShift)], kShift = 4 - log2(kRows).
+// Sums each of kRows values over the 16 lanes of a half warp in about kRows + 4 shuffles instead of 4 * kRows: at every
+// step a lane hands over half of its values and keeps the other half. The tree of each sum is that of warp_sum.
+// Returns, in lane l, the sum of value (l & 15) / (16 / kRows).
 template <int kRows>
-__device__ __forceinline__ float transposing_sum(float (&values)[2 * kRows], int lane) {
-  int mask = 16;
+__device__ __forceinline__ float transposing_sum(float (&values)[kRows], int lane) {
+  int mask = 8;
 #pragma unroll
-  for (int n = kRows; n >= 1; n /= 2, mask /= 2) {
+  for (int n = kRows / 2; n >= 1; n /= 2, mask /= 2) {
     const bool upper = lane & mask;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
@@ -108,18 +108,19 @@ __device__ __forceinline__ RowResult read_rows(float4 (&state)[kRows], float4 q,
                                                float beta, int lane) {
   constexpr int kLanesPerRow = 16 / kRows;
   const float kq = warp_sum(dot4(k, q));
-  float dots[2 * kRows];
+  const bool upper = lane >= 16;
+  float dots[kRows];  // S'k in the lower half warp, S'q in the upper
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     state[r] = decayed(state[r], decay);
-    dots[r] = dot4(state[r], k);
-    dots[r + kRows] = dot4(state[r], q);
+    const float with_k = dot4(state[r], k), with_q = dot4(state[r], q);
+    dots[r] = (upper ? with_q : with_k) + __shfl_xor_sync(kFullWarp, upper ? with_k : with_q, 16);
   }
   const float mine = transposing_sum<kRows>(dots, lane);
   const float other = __shfl_xor_sync(kFullWarp, mine, 16);
   RowResult result;
-  result.delta = __fmul_rn(beta, __fsub_rn(v, lane < 16 ? mine : other));
-  result.o = __fmaf_rn(result.delta, kq, lane < 16 ? other : mine);
+  result.delta = __fmul_rn(beta, __fsub_rn(v, upper ? other : mine));
+  result.o = __fmaf_rn(result.delta, kq, upper ? mine : other);
   result.squares = __fmul_rn(result.o, result.o);
 #pragma unroll
   for (int mask = kLanesPerRow; mask < 16; mask *= 2) {
