@@ -61,6 +61,10 @@ class Runner:
         dtype = choose_dtype(engine_config.dtype, device)
         if engine_config.moe_weights is not None:
             raise ParameterError("moe_weights", f"converting experts to {engine_config.moe_weights} is not implemented")
+        if device.type == "cuda" and config.expert_format == "bf16" and "moe.experts" not in reference_operations():
+            raise ParameterError(
+                "moe_weights", "experts in plain bf16 run on CUDA only when converted, which is not implemented"
+            )
         if device.type == "cpu":  # what cannot fit is told before the weights are read
             memory.resolve(config, engine_config, memory.memory_budget(config, engine_config, device, 4), 4)
         model = load_model(model_dir, config, device, progress=progress)

@@ -11,13 +11,14 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+STAGING_BYTES = 64 << 20
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -145,32 +146,38 @@ class ShardReader:
     """Copies stored tensors into memory on any device, one file open at a time."""
 
     def __init__(self) -> None:
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._path: Path | None = None
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging: torch.Tensor | None = None
 
     def read_into(self, stored: StoredTensor, out: torch.Tensor) -> None:
-        """``out``: contiguous, of the stored dtype and size. On a GPU the bytes pass through a pinned buffer."""
+        """``out``: contiguous, of the stored dtype and size. On a GPU the bytes pass through a small pinned buffer."""
         if self._path != stored.file:
             self.close()
-            self._file, self._path = stored.file.open("rb", buffering=0), stored.file
-        host = out if out.device.type == "cpu" else self._stage(stored.nbytes)
-        view = host.reshape(-1).view(torch.uint8).numpy()
+            self._file, self._path = FileIO(stored.file), stored.file
         assert self._file is not None
         self._file.seek(stored.offset)
-        done = 0
-        while done < stored.nbytes:
-            count = self._file.readinto(view[done:].data)  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointError(stored.file, ["the file ended early while it was read"])
-            done += count
-        if host is not out:
-            out.reshape(-1).view(torch.uint8).copy_(host)  # not asynchronous: the buffer is used again at once
+        target = out.reshape(-1).view(torch.uint8)
+        if target.device.type == "cpu":
+            self._fill(target, stored.file)
+            return
+        if self._staging is None:
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        for piece in target.split(STAGING_BYTES):
+            host = self._staging[: piece.numel()]
+            self._fill(host, stored.file)
+            piece.copy_(host)  # not asynchronous: the buffer is used again at once
 
-    def _stage(self, nbytes: int) -> torch.Tensor:
-        if self._staging.numel() < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._staging[:nbytes]
+    def _fill(self, host: torch.Tensor, path: Path) -> None:
+        """Read as many bytes as ``host`` has, from where the file stands."""
+        assert self._file is not None
+        view = memoryview(host.numpy().data)
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise CheckpointError(path, ["the file ended early while it was read"])
+            done += count
 
     def close(self) -> None:
         if self._file is not None:
