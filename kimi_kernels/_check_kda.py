@@ -57,16 +57,17 @@ def sequences(
     q: torch.Tensor,
     state: torch.Tensor,
     slots: torch.Tensor,
-    count: int,
+    count: int | None,
     fresh: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> None:
+    """``count`` sequences; None: as many as ``slots`` says."""
     check.tensor("slots", slots, (count,), check.INT32, like=q)
-    if slots.is_cpu and count:  # free of a device sync only there
+    if slots.is_cpu and slots.numel():  # free of a device sync only there
         low, high = (int(v) for v in slots.aminmax())
         check.require(low >= 0 and high < state.shape[0], "slots", f"0 to {state.shape[0] - 1}", f"{low} to {high}")
     if fresh is not None:
-        check.tensor("fresh", fresh, (count,), check.BOOL, like=q)
+        check.tensor("fresh", fresh, slots.shape, check.BOOL, like=q)
     check.num_tokens(num_tokens, q)
 
 
@@ -80,16 +81,30 @@ def cu_seqlens(q: torch.Tensor, slots: torch.Tensor, cu_seqlens: torch.Tensor) -
 
 
 def records(
-    x: reference.Inputs, state: torch.Tensor, records: torch.Tensor | None, accepted: torch.Tensor | None, count: int
+    heads: int,
+    state: torch.Tensor,
+    records: torch.Tensor | None,
+    accepted: torch.Tensor | None,
+    slots: torch.Tensor,
 ) -> None:
     if records is not None:
-        shape = (state.shape[0], None, x.heads, reference.RECORD_ROWS, DIM)
-        check.tensor("records", records, shape, check.F32, like=x.q)
+        shape = (state.shape[0], None, heads, reference.RECORD_ROWS, DIM)
+        check.tensor("records", records, shape, check.F32, like=state)
     if accepted is not None:
-        check.tensor("accepted", accepted, (count,), check.INT32, like=x.q)
+        check.tensor("accepted", accepted, slots.shape, check.INT32, like=state)
 
 
-def pools(state: torch.Tensor, conv_state: torch.Tensor) -> None:
+def exports(exports: torch.Tensor, lengths: list[int], state: torch.Tensor) -> None:
+    check.tensor("exports", exports, (None, 3), check.INT32, like=state)
+    for sequence, done, slot in exports.tolist():
+        ok = 0 <= sequence < len(lengths) and 0 <= done <= lengths[sequence] and slot < state.shape[0]
+        check.require(ok, "exports", "rows (sequence, 0 to its tokens, slot)", [sequence, done, slot])
+
+
+def pools(state: torch.Tensor, conv_state: torch.Tensor, *, layers: bool = True) -> None:
+    """``layers``: the whole pools of all layers are good, too."""
+    if not layers:
+        check.tensor("state", state, (None, None, DIM, DIM), check.F32)
     check.tensor("state", state, None, check.F32)
     check.require(state.ndim in (4, 5), "state", "[slots, heads, 128, 128] or the pool of 5 dims", list(state.shape))
     lead = state.shape[: state.ndim - 3]  # [slots] or [slots, layers]

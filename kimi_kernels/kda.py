@@ -104,10 +104,8 @@ def decode_(
     x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
     check_kda.states(x, state, conv_state)
     check_kda.sequences(q, state, slots, q.shape[0], fresh, num_tokens)
-    check_kda.records(x, state, records, accepted, q.shape[0])
-    check.require(
-        (records is None) == (accepted is None), "accepted", "records and accepted together", "one of them alone"
-    )
+    check_kda.records(x.heads, state, records, accepted, slots)
+    check.require((records is None) == (accepted is None), "accepted", "records and accepted together", "one alone")
     return reference.decode(x, state, conv_state, slots, fresh, num_tokens, records, accepted)
 
 
@@ -138,8 +136,8 @@ def verify(
 
     Arguments as ``decode_``, but slots, fresh, accepted are [n]; cu_seqlens int32 [n+1] says which rows are whose run.
     ``records`` f32 [slots, *record_shape(heads, run)], indexed by slot, receives what a commit of this run needs; None
-    allocates. Without ``accepted`` both states stay as they are. With it ([n] int32, 0 to the length of the slot's last
-    run) that many tokens of the last run, as ``records`` holds it, are first committed to both states, in place.
+    allocates. Without ``accepted`` both states stay as they are (a fresh slot's become 0). With it ([n] int32, 0 to the
+    length of the slot's last run) that many tokens of the last run, as ``records`` holds it, go into both first.
     Committed states equal those of one-by-one ``decode_`` to the bit.
 
     Returns (out [T, heads*128] of q's dtype, records). Raises ValueError naming the argument at fault.
@@ -154,13 +152,12 @@ def verify(
         return out, records
     x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
     check_kda.states(x, state, conv_state)
-    check.tensor("slots", slots, (None,), check.INT32, like=q)
-    check_kda.sequences(q, state, slots, slots.shape[0], fresh, num_tokens)
+    check_kda.sequences(q, state, slots, None, fresh, num_tokens)
     lengths = check_kda.cu_seqlens(q, slots, cu_seqlens)
     check.require(records is not None or accepted is None, "records", "the last run's records with accepted", None)
     if records is None:
         records = torch.zeros((state.shape[0], *record_shape(x.heads, MAX_RUN)), device=q.device)
-    check_kda.records(x, state, records, accepted, slots.shape[0])
+    check_kda.records(x.heads, state, records, accepted, slots)
     longest = max(lengths, default=0)
     check.require(longest <= records.shape[1], "cu_seqlens", f"runs of at most {records.shape[1]} tokens", longest)
     out = reference.verify(x, state, conv_state, slots, cu_seqlens, fresh, num_tokens, records, accepted)
@@ -178,12 +175,9 @@ def commit_(
     if not use_reference("kda.commit_", state):
         _ops.call("kda_commit", state, conv_state, records, slots, accepted)
         return
-    check.tensor("state", state, (None, None, DIM, DIM), check.F32)
-    slot_count, heads = state.shape[:2]
-    check.tensor("records", records, (slot_count, None, heads, reference.RECORD_ROWS, DIM), check.F32, like=state)
-    check.tensor("conv_state", conv_state, (slot_count, 3, 3 * heads * DIM), check.ACTIVATION, like=state)
+    check_kda.pools(state, conv_state, layers=False)
     check.tensor("slots", slots, (None,), check.INT32, like=state)
-    check.tensor("accepted", accepted, slots.shape, check.INT32, like=state)
+    check_kda.records(state.shape[1], state, records, accepted, slots)
     reference.commit(records, state, conv_state, slots, accepted)
 
 
@@ -224,17 +218,13 @@ def prefill_(
         raise no_kernel("kda.prefill_", q)
     x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
     check_kda.states(x, state, conv_state)
-    check.tensor("slots", slots, (None,), check.INT32, like=q)
-    check_kda.sequences(q, state, slots, slots.shape[0], fresh, num_tokens)
+    check_kda.sequences(q, state, slots, None, fresh, num_tokens)
     lengths = check_kda.cu_seqlens(q, slots, cu_seqlens)
     if plan is not None:
         given = (plan.heads, plan.lengths)
         check.require(given == (x.heads, tuple(lengths)), "plan", f"heads {x.heads}, lengths {lengths}", given)
     if exports is not None:
-        check.tensor("exports", exports, (None, 3), check.INT32, like=q)
-        for sequence, done, slot in exports.tolist():
-            ok = 0 <= sequence < len(lengths) and 0 <= done <= lengths[sequence] and slot < state.shape[0]
-            check.require(ok, "exports", "rows (sequence, 0 to its tokens, slot)", [sequence, done, slot])
+        check_kda.exports(exports, lengths, state)
     return reference_prefill.prefill(x, state, conv_state, slots, cu_seqlens, fresh, num_tokens, exports)
 
 
@@ -249,9 +239,7 @@ def zero_(state: torch.Tensor, conv_state: torch.Tensor, slots: torch.Tensor) ->
         return
     check_kda.pools(state, conv_state)
     check.tensor("slots", slots, (None,), check.INT32, like=state)
-    where = slots[slots > 0].long()
-    state[where] = 0.0
-    conv_state[where] = 0.0
+    reference.zero(state, conv_state, slots)
 
 
 def copy_(state: torch.Tensor, conv_state: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -266,7 +254,4 @@ def copy_(state: torch.Tensor, conv_state: torch.Tensor, src: torch.Tensor, dst:
     check_kda.pools(state, conv_state)
     check.tensor("src", src, (None,), check.INT32, like=state)
     check.tensor("dst", dst, src.shape, check.INT32, like=state)
-    live = (src > 0) & (dst > 0)
-    source, target = src[live].long(), dst[live].long()
-    state[target] = state[source]
-    conv_state[target] = conv_state[source]
+    reference.copy(state, conv_state, src, dst)

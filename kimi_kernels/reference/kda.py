@@ -195,7 +195,10 @@ def verify(
     records: torch.Tensor,
     accepted: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Short runs of n sequences -> [T, heads*128]; fills records, commits only the run before (``accepted``)."""
+    """Short runs of n sequences -> [T, heads*128]; fills records, commits only the run before (``accepted``).
+
+    A fresh sequence's slot is made to hold zeros.
+    """
     if accepted is not None:
         # A fresh slot has nothing to commit, and its content is not to be read.
         commit(records, state, conv_state, slots, counts(accepted, fresh))
@@ -205,7 +208,10 @@ def verify(
     lengths = torch.where(slots > 0, stops - starts, 0)
     out = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
     live = (lengths > 0).nonzero().squeeze(1)
-    current, conv = load(state, conv_state, slots[live].long(), None if fresh is None else fresh[live])
+    if fresh is not None:  # a later commit must find the zeros that this run starts from
+        started = slots[live[fresh[live]]].long()
+        state[started], conv_state[started] = 0.0, 0.0
+    current, conv = load(state, conv_state, slots[live].long(), None)
     for token in range(int(lengths.max()) if lengths.numel() else 0):
         keep = lengths[live] > token
         live, current, conv = live[keep], current[keep], conv[keep]
@@ -218,3 +224,16 @@ def verify(
         records[slots[live].long(), token] = record
         out[rows] = finish(o, x, rows)
     return out
+
+
+def zero(state: torch.Tensor, conv_state: torch.Tensor, slots: torch.Tensor) -> None:
+    where = slots[slots > 0].long()
+    state[where] = 0.0
+    conv_state[where] = 0.0
+
+
+def copy(state: torch.Tensor, conv_state: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    live = (src > 0) & (dst > 0)
+    source, target = src[live].long(), dst[live].long()
+    state[target] = state[source]
+    conv_state[target] = conv_state[source]

@@ -67,7 +67,9 @@ def test_verify_leaves_padding_alone_and_starts_fresh_from_zero() -> None:
     records = torch.full((4, *kda.record_shape(2, 4)), NAN)
     options = {"fresh": flags([True, False, False]), "records": records, "num_tokens": int32([6])}
     out, _ = run_of(case, pools, [2, 0, 3], [3, 2, 3], 0, **options, accepted=int32([2, 1, 0]))
-    assert_same_pools(pools, before)  # a fresh slot and padding have nothing to commit
+    for name in ("state", "conv_state"):
+        before[name][2] = 0  # the fresh slot, and it alone; fresh slots and padding have nothing to commit
+    assert_same_pools(pools, before)
     want, _ = run_of(case, zeroed, [2], [3], 0)
     assert_equal("fresh run", out[:3], want)
     assert not out[3:5].any()
@@ -75,6 +77,21 @@ def test_verify_leaves_padding_alone_and_starts_fresh_from_zero() -> None:
     assert not out[6:].any()
     assert records[[0, 1]].isnan().all()
     assert records[3, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_a_fresh_run_commits_onto_zeros(accepted: int) -> None:
+    """Whatever the slot's former tenant left, NaN too; a fresh sequence without a token is left alone."""
+    case = Case(4)
+    pools, stepped = case.pools(), case.pools()
+    for name in ("state", "conv_state"):
+        pools[name][1:3] = NAN
+        stepped[name][1], stepped[name][2] = 0, NAN
+    _, records = run_of(case, pools, [1, 2], [3, 0], 0, fresh=flags([True, True]))
+    kda.commit_(records, **pools, slots=int32([1]), accepted=int32([accepted]))
+    for i in range(accepted):
+        case.decode(stepped, [1], i)
+    assert_same_pools(pools, stepped)
 
 
 def test_verify_errors_name_the_argument() -> None:
