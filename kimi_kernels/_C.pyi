@@ -6,6 +6,48 @@ Array = Any
 
 def build_info() -> dict[str, Any]: ...
 def describe(tensor: Array) -> dict[str, Any]: ...
+def attn_res_mix(
+    blocks: Array,
+    partial: Array,
+    delta: Array | None,
+    norm_weight: Array,
+    proj_weight: Array,
+    out_norm_weight: Array,
+    partial_out: Array | None,
+    x_out: Array,
+    eps: float,
+) -> None: ...
+def moe_finalize(
+    rows: Array, row_index: Array, weights: Array, norm_weight: Array | None, out: Array, eps: float
+) -> None: ...
+def routing_topk(
+    logits: Array,
+    bias: Array,
+    num_tokens: Array | None,
+    ids: Array,
+    weights: Array,
+    counts: Array | None,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
+) -> None: ...
+def routing_dispatch_scratch(pairs: int, experts: int) -> int: ...
+def routing_dispatch(
+    ids: Array,
+    num_tokens: Array | None,
+    clear: Array | None,
+    counts: Array,
+    offsets: Array,
+    pairs: Array,
+    tiles: Array,
+    num_tiles: Array,
+    scratch: Array | None,
+    first: int,
+    tile_tokens: int,
+) -> None: ...
+def quant_fp8_per_token_group(x: Array, values: Array, scale: Array, group: int) -> None: ...
+def quant_mxfp8(x: Array, values: Array, scale: Array) -> None: ...
+def norm_rms_gated(x: Array, gate: Array, weight: Array, out: Array, eps: float) -> None: ...
 def norm_rms(x: Array, weight: Array, out: Array | None, q: Array | None, scale: Array | None, eps: float) -> None: ...
 def kda_decode(
     q: Array,

@@ -26,7 +26,7 @@ from types import ModuleType
 if __package__:
     from kimi_kernels import _sources as sources
 else:  # setup.py loads this file by path, with _sources.py put into sys.modules before
-    import _sources as sources
+    import _sources as sources  # type: ignore[no-redef]
 
 MODULE_FILE = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 _loaded: ModuleType | None = None

@@ -38,13 +38,15 @@ def call(name: str, *args: Any) -> None:
         _run(name, *args)
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, like: Any) -> Any:
+def empty(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
     """An uninitialised array, framework and device of `like`. cupy has no FP8 or E8M0: bytes stand there."""
     if isinstance(like, torch.Tensor):
         return torch.empty(shape, dtype=dtype, device=like.device)
     cupy = _cupy(like)
     with like.device:
-        return cupy.empty(shape, dtype=like.dtype if dtype == torch.bfloat16 else _CUPY_DTYPES[dtype])
+        if dtype == torch.bfloat16:  # cupy's own name of it, or its bits as uint16: as the caller holds it
+            dtype = like.dtype
+        return cupy.empty(shape, dtype=_CUPY_DTYPES.get(dtype, dtype))
 
 
 _CUPY_DTYPES = {

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 from kimi_kernels import _check as check
-from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels import _ops
+from kimi_kernels._dispatch import use_reference
 from kimi_kernels.reference import attn_res as reference
+
+_ops.define(
+    "attn_res_mix(Tensor blocks, Tensor partial, Tensor? delta, Tensor norm_weight, Tensor proj_weight, "
+    "Tensor out_norm_weight, Tensor(a!)? partial_out, Tensor(b!) x_out, float eps) -> ()"
+)
 
 
 def mix(
@@ -36,7 +42,14 @@ def mix(
     Returns (p, x), both [T, H] of partial's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("attn_res.mix", partial):
-        raise no_kernel("attn_res.mix", partial)
+        shape = tuple(partial.shape)
+        if x_out is None:
+            x_out = _ops.empty(shape, torch.bfloat16, partial)
+        if partial_out is None and delta is not None:
+            partial_out = _ops.empty(shape, torch.bfloat16, partial)
+        weights = (norm_weight, proj_weight, out_norm_weight)
+        _ops.call("attn_res_mix", blocks, partial, delta, *weights, partial_out, x_out, eps)
+        return (partial if partial_out is None else partial_out), x_out
     check.tensor("partial", partial, (None, None), check.ACTIVATION, row=True)
     tokens, hidden = partial.shape
     own = (partial.dtype,)

@@ -7,10 +7,15 @@ from typing import Any
 import torch
 
 from kimi_kernels import _check as check
+from kimi_kernels import _ops
 from kimi_kernels._dispatch import no_kernel, use_reference
 from kimi_kernels.reference import expert_weights
 from kimi_kernels.reference import moe as reference
 from kimi_kernels.reference.expert_weights import ExpertWeights
+
+_ops.define(
+    "moe_finalize(Tensor rows, Tensor row_index, Tensor weights, Tensor? norm_weight, Tensor(a!) out, float eps) -> ()"
+)
 
 FORMATS = ("mxfp4", "fp8", "bf16")
 ACTIVATIONS = ("fp8", "bf16")
@@ -198,7 +203,9 @@ def finalize(
     Returns [T, D] of rows' dtype; a token without rows is 0. Raises ValueError naming the argument at fault.
     """
     if not use_reference("moe.finalize", rows):
-        raise no_kernel("moe.finalize", rows)
+        out = _ops.empty((row_index.shape[0], rows.shape[1]), rows.dtype, rows)
+        _ops.call("moe_finalize", rows, row_index, weights, norm_weight, out, eps)
+        return out
     check.tensor("rows", rows, (None, None), check.ACTIVATION, row=True)
     check.tensor("row_index", row_index, (None, None), check.INT32, like=rows)
     check.tensor("weights", weights, row_index.shape, check.F32, like=rows)

@@ -6,11 +6,12 @@ import torch
 
 from kimi_kernels import _check as check
 from kimi_kernels import _ops
-from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels._dispatch import use_reference
 from kimi_kernels.reference import norm as reference
 from kimi_kernels.reference.quant import fp8_per_token_group
 
 _ops.define("norm_rms(Tensor x, Tensor weight, Tensor(a!)? out, Tensor(b!)? q, Tensor(c!)? scale, float eps) -> ()")
+_ops.define("norm_rms_gated(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out, float eps) -> ()")
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -39,7 +40,9 @@ def rms_gated(
     Returns [T, groups*D] of x's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms_gated", x):
-        raise no_kernel("norm.rms_gated", x)
+        out = _ops.empty(tuple(x.shape), torch.bfloat16, x) if out is None else out
+        _ops.call("norm_rms_gated", x, gate, weight, out, eps)
+        return out
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     check.tensor("gate", gate, x.shape, check.ACTIVATION, like=x, row=True)
     check.tensor("weight", weight, (None,), check.ACTIVATION, like=x)
@@ -58,7 +61,10 @@ def rms_fp8(
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms_fp8", x):
-        raise no_kernel("norm.rms_fp8", x)
+        values = _ops.empty(tuple(x.shape), torch.float8_e4m3fn, x)
+        scale = _ops.empty((x.shape[0], -(-x.shape[1] // 128)), torch.float32, x)
+        _ops.call("norm_rms", x, weight, out, values, scale, eps)
+        return values, scale
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     check.tensor("weight", weight, (x.shape[1],), check.ACTIVATION, like=x)
     result = reference.rms(x, weight, eps)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from kimi_kernels import _check as check
+from kimi_kernels import _ops
 from kimi_kernels._dispatch import no_kernel, use_reference
 from kimi_kernels.reference import quant as reference
+
+_ops.define("quant_fp8_per_token_group(Tensor x, Tensor(a!) values, Tensor(b!) scale, int group) -> ()")
+_ops.define("quant_mxfp8(Tensor x, Tensor(a!) values, Tensor(b!) scale) -> ()")
 
 
 def fp8_per_token_group(x: torch.Tensor, *, group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +23,10 @@ def fp8_per_token_group(x: torch.Tensor, *, group: int = 128) -> tuple[torch.Ten
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("quant.fp8_per_token_group", x):
-        raise no_kernel("quant.fp8_per_token_group", x)
+        values = _ops.empty(tuple(x.shape), torch.float8_e4m3fn, x)
+        scale = _ops.empty((x.shape[0], -(-x.shape[1] // group)), torch.float32, x)
+        _ops.call("quant_fp8_per_token_group", x, values, scale, group)
+        return values, scale
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     check.require(group > 0 and group % 32 == 0, "group", "a multiple of 32", group)
     return reference.fp8_per_token_group(x, group)
@@ -35,7 +42,10 @@ def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("quant.mxfp8", x):
-        raise no_kernel("quant.mxfp8", x)
+        values = _ops.empty(tuple(x.shape), torch.float8_e4m3fn, x)
+        scale = _ops.empty((x.shape[0], x.shape[1] // 32), torch.uint8, x)
+        _ops.call("quant_mxfp8", x, values, scale)
+        return values, scale
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     check.require(x.shape[1] % 32 == 0, "x", "a multiple of 32 columns", x.shape[1])
     return reference.mxfp8(x)

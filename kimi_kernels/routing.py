@@ -7,8 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from kimi_kernels import _check as check
-from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels import _ops
+from kimi_kernels._dispatch import use_reference
 from kimi_kernels.reference import routing as reference
+
+_ops.define(
+    "routing_topk(Tensor logits, Tensor bias, Tensor? num_tokens, Tensor(a!) ids, Tensor(b!) weights, "
+    "Tensor(c!)? counts, int num_groups, int topk_groups, float scale) -> ()"
+)
+_ops.define(
+    "routing_dispatch(Tensor ids, Tensor? num_tokens, Tensor(a!)? clear, Tensor(b!) counts, Tensor(c!) offsets, "
+    "Tensor(d!) pairs, Tensor(e!) tiles, Tensor(f!) num_tiles, Tensor(g!)? scratch, int first, int tile_tokens) -> ()"
+)
 
 
 def topk(
@@ -36,7 +46,10 @@ def topk(
     Returns (ids [T, k] int32, weights [T, k] f32). Raises ValueError naming the argument at fault.
     """
     if not use_reference("routing.topk", logits):
-        raise no_kernel("routing.topk", logits)
+        ids = _ops.empty((logits.shape[0], k), torch.int32, logits)
+        weights = _ops.empty((logits.shape[0], k), torch.float32, logits)
+        _ops.call("routing_topk", logits, bias, num_tokens, ids, weights, counts, num_groups, topk_groups, float(scale))
+        return ids, weights
     check.tensor("logits", logits, (None, None), check.F32, row=True)
     num_experts = logits.shape[1]
     check.require(1 <= num_experts <= 1024, "logits", "1 to 1024 experts (columns)", num_experts)
@@ -84,7 +97,7 @@ def dispatch(
     Returns a Dispatch. Raises ValueError naming the argument at fault.
     """
     if not use_reference("routing.dispatch", ids):
-        raise no_kernel("routing.dispatch", ids)
+        return _dispatch_cuda(ids, num_experts, expert_range or (0, num_experts), num_tokens, counts)
     check.tensor("ids", ids, (None, None), check.INT32)
     check.require(1 <= num_experts <= 1024, "num_experts", "1 to 1024", num_experts)
     if ids.is_cpu and ids.numel():  # free of a device sync only there
@@ -100,4 +113,45 @@ def dispatch(
     result = Dispatch(*reference.dispatch(ids, first, last, num_tokens), expert_range=(first, last))
     if counts is not None:
         counts.zero_()
+    return result
+
+
+def _dispatch_cuda(
+    ids: torch.Tensor,
+    num_experts: int,
+    expert_range: tuple[int, int],
+    num_tokens: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> Dispatch:
+    first, last = expert_range
+    check.require(
+        0 <= first < last <= num_experts, "expert_range", f"0 <= first < last+1 <= {num_experts}", expert_range
+    )
+    if counts is not None:
+        check.require(tuple(counts.shape) == (num_experts + 1,), "counts", f"shape [{num_experts + 1}]", counts.shape)
+    check.require(ids.ndim == 2, "ids", "2 dimensions", ids.ndim)
+    pairs, experts = ids.shape[0] * ids.shape[1], last - first
+    scratch = _ops.module().routing_dispatch_scratch(pairs, experts)
+    result = Dispatch(
+        counts=_ops.empty((experts,), torch.int32, ids),
+        offsets=_ops.empty((experts + 1,), torch.int32, ids),
+        pairs=_ops.empty((pairs,), torch.int32, ids),
+        tiles=_ops.empty((reference.max_tiles(pairs, experts), 3), torch.int32, ids),
+        num_tiles=_ops.empty((1,), torch.int32, ids),
+        expert_range=expert_range,
+    )
+    _ops.call(
+        "routing_dispatch",
+        ids,
+        num_tokens,
+        counts,
+        result.counts,
+        result.offsets,
+        result.pairs,
+        result.tiles,
+        result.num_tiles,
+        _ops.empty((scratch,), torch.int32, ids) if scratch else None,
+        first,
+        reference.TILE_TOKENS,
+    )
     return result
