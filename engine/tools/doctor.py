@@ -144,7 +144,12 @@ def kernel_state(operation: str, compiled: set[str], forced: bool) -> str:
         return "reference (KIMI_KERNELS_REFERENCE)"
     if not compiled:
         return "not built"
-    return "kernel" if FUNCTIONS.get(operation, operation.replace(".", "_")) in compiled else "no kernel in this build"
+    return "kernel" if compiled_function(operation) in compiled else "no kernel in this build"
+
+
+def compiled_function(operation: str) -> str:
+    """The function of the compiled module that runs ``operation``: kda.decode_ is kda_decode."""
+    return FUNCTIONS.get(operation, operation.replace(".", "_").rstrip("_"))
 
 
 def _switches(everything: bool) -> None:

@@ -63,7 +63,8 @@ class FakeRunner:
         output = StepOutput()
         if not self.check:
             for scheduled in plan.scheduled:
-                self.num_absorbed_tokens[scheduled.request.slot] += scheduled.num_new_tokens
+                done = scheduled.num_computed_tokens + scheduled.num_new_tokens
+                self.num_absorbed_tokens[scheduled.request.slot] = done
                 if scheduled.samples:
                     output.tokens[scheduled.request.request_id] = SampledToken(1)
             return output

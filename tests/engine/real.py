@@ -77,6 +77,7 @@ def drain(core: EngineCore, outcomes: dict[str, Outcome] | None = None) -> dict[
 def assert_idle(core: EngineCore) -> None:
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
+    assert not core.runner._sampler.states, "the sampler keeps something of the dead"  # type: ignore[attr-defined]
     core.check()
 
 

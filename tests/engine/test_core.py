@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -20,6 +21,9 @@ def start(core: EngineCore) -> None:
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
     assert not core.has_work
+    scheduler = core.scheduler
+    kept = {**scheduler._requests, **scheduler._ranks, **scheduler._prompt_logprobs}
+    assert kept == {}, "something is kept of requests that have ended"
     core.check()
 
 
@@ -273,6 +277,24 @@ def test_totals_count_prompts_and_tokens_once() -> None:
     assert (stats.prompt_tokens, stats.generation_tokens) == (2 * (3 + 3 + 40), 6 * 36)
 
 
+def test_objects_do_not_pile_up() -> None:
+    """F133: rounds of requests with preemptions and aborts leave the number of live objects where it was."""
+    core, runner = make_core(num_blocks=24)
+    runner.check = False
+    counts = []
+    for round_number in range(6):
+        for i in range(60):
+            core.add(request(f"{round_number}-{i}", 1 + 7 * i % 40, max_tokens=1 + i % 30))
+        for i in range(0, 60, 5):
+            core.abort(f"{round_number}-{i}")
+        run(core)
+        runner.forgotten.clear()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert core.stats().num_preemptions > 0
+    assert max(counts[2:]) - min(counts[2:]) < 50, counts
+
+
 def test_unresolved_options_are_refused() -> None:
     runner = FakeRunner(EngineConfig(max_model_len=8, num_blocks=4, num_slots=2))
     with pytest.raises(ValueError, match="filled in by the runner"):
@@ -355,6 +377,7 @@ def test_churn_really_preempts_and_mostly_survives() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_long_churn() -> None:
     for seed in range(300):
         churn(10_000 + seed, 200)

@@ -163,6 +163,7 @@ def test_sixty_four_mixed_requests_equal_their_solo_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_long_churn_on_the_model() -> None:
     for seed in range(20):
         churn(1000 + seed, 64)

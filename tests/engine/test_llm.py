@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.engine_config import EngineConfig
 from engine.llm import LLM
 from engine.text.output import OutputText
 from engine.text.tokenizer import Tokenizer
+from engine.tools.doctor import compiled_function, kernel_state
 from engine.types import (
     FinishReason,
     ParameterError,
@@ -23,6 +25,7 @@ from engine.types import (
     StepOutput,
     StepPlan,
 )
+from kimi_kernels import _dispatch
 from tests.engine.fake_runner import FakeRunner, solo_tokens
 from tests.engine.test_text import BYTES
 
@@ -239,6 +242,19 @@ def test_version_and_doctor_need_no_gpu() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("torch", "nvcc", "architectures", "kda.decode_", "missing"):
         assert word in done.stdout
+
+
+def test_doctor_knows_the_compiled_function_of_each_operation() -> None:
+    """Each operation either calls the function that doctor looks for, or says itself that it has no kernel."""
+    source = "".join(p.read_text() for p in (TINY.parents[2] / "kimi_kernels").glob("*.py"))
+    called = set(re.findall(r'_ops\.call\(\s*"(\w+)"', source))
+    refused = set(re.findall(r'no_kernel\(\s*"([\w.]+)"', source))
+    for operation in _dispatch.OPERATIONS:
+        assert compiled_function(operation) in called or operation in refused, operation
+    assert kernel_state("kda.decode_", {"kda_decode"}, False) == "kernel"
+    assert kernel_state("kda.decode_", {"norm_rms"}, False) == "no kernel in this build"
+    assert kernel_state("kda.decode_", set(), False) == "not built"
+    assert kernel_state("kda.decode_", {"kda_decode"}, True).startswith("reference")
 
 
 def test_generate_prints_ids_and_errors_are_one_line(tmp_path: Path) -> None:
