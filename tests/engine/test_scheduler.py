@@ -95,8 +95,9 @@ def test_split_never_exceeds_anything_and_the_first_always_advances(
     assert all(0 <= c <= min(left, chunk_size or left) for c, (_, left) in zip(chunks, prompts, strict=True))
     if prompts and budget:
         assert chunks[0] >= min(prompts[0][1], (budget + 1) // 2, chunk_size or budget)
-    if chunk_size is None and prompts and budget >= MIN_CHUNK:
-        assert sum(chunks) == min(budget, sum(left for _, left in prompts)), "tokens of the pass stay unused"
+    if chunk_size is None:
+        unused = min(budget, sum(left for _, left in prompts)) - sum(chunks)
+        assert unused < MIN_CHUNK, "more of the pass stays empty than a chunk that is not worth it"
 
 
 def test_mixed_batch_puts_decodes_first_and_stays_within_the_pass() -> None:
