@@ -6,7 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from engine.server.worker import StepNews
 from engine.types import EngineStats, RequestUpdate
@@ -71,6 +79,7 @@ class Metrics:
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         disable_created_metrics()  # a creation time beside each series is of no use to the dashboards
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         labels = {"model_name": model_name, "engine": "0"}
         names = list(labels)
         self._labels = labels

@@ -207,7 +207,8 @@ class OutputParser:
     def _emit_calls(self, pieces: list[dict[str, Any]]) -> None:
         for piece in pieces:
             last = self._deltas[-1].get("tool_calls") if self._deltas else None
-            if last and last[0]["index"] == piece["index"]:
+            # a head, which carries the id, stays alone: clients look for empty arguments there
+            if last and last[0]["index"] == piece["index"] and "id" not in last[0]:
                 last[0]["function"]["arguments"] += piece["function"]["arguments"]
             else:
                 self._deltas.append({"tool_calls": [piece]})
