@@ -86,18 +86,21 @@ def dispatch(
     expert_range: tuple[int, int] | None = None,
     num_tokens: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    tile_tokens: int = reference.TILE_TOKENS,
 ) -> Dispatch:
     """Sort (token, expert) pairs by expert and cut each expert's into tiles; nothing leaves the device.
 
     ids [T, k] int32 as ``topk`` gives them, below ``num_experts`` (1 to 1024); -1 takes no part, nor do ids outside
     ``expert_range`` (first, last+1) and rows beyond ``num_tokens`` int32 [1]. The order is stable: pairs of one expert
     ascend. ``counts`` int32 [num_experts+1] is the tensor that ``topk`` added to for these ids: it is set to 0, in
-    place, for the next step.
+    place, for the next step. ``tile_tokens``, a multiple of 8, is the most tokens of a tile: the expert kernels take any
+    work list, but one made for their own piece size fits best.
 
     Returns a Dispatch. Raises ValueError naming the argument at fault.
     """
+    check.require(tile_tokens > 0 and tile_tokens % 8 == 0, "tile_tokens", "a multiple of 8", tile_tokens)
     if not use_reference("routing.dispatch", ids):
-        return _dispatch_cuda(ids, num_experts, expert_range or (0, num_experts), num_tokens, counts)
+        return _dispatch_cuda(ids, num_experts, expert_range or (0, num_experts), num_tokens, counts, tile_tokens)
     check.tensor("ids", ids, (None, None), check.INT32)
     check.require(1 <= num_experts <= 1024, "num_experts", "1 to 1024", num_experts)
     if ids.is_cpu and ids.numel():  # free of a device sync only there
@@ -110,7 +113,7 @@ def dispatch(
     check.num_tokens(num_tokens, ids)
     if counts is not None:
         check.tensor("counts", counts, (num_experts + 1,), check.INT32, like=ids)
-    result = Dispatch(*reference.dispatch(ids, first, last, num_tokens), expert_range=(first, last))
+    result = Dispatch(*reference.dispatch(ids, first, last, num_tokens, tile_tokens), expert_range=(first, last))
     if counts is not None:
         counts.zero_()
     return result
@@ -122,6 +125,7 @@ def _dispatch_cuda(
     expert_range: tuple[int, int],
     num_tokens: torch.Tensor | None,
     counts: torch.Tensor | None,
+    tile_tokens: int,
 ) -> Dispatch:
     first, last = expert_range
     check.require(
@@ -136,7 +140,7 @@ def _dispatch_cuda(
         counts=_ops.empty((experts,), torch.int32, ids),
         offsets=_ops.empty((experts + 1,), torch.int32, ids),
         pairs=_ops.empty((pairs,), torch.int32, ids),
-        tiles=_ops.empty((reference.max_tiles(pairs, experts), 3), torch.int32, ids),
+        tiles=_ops.empty((reference.max_tiles(pairs, experts, tile_tokens), 3), torch.int32, ids),
         num_tiles=_ops.empty((1,), torch.int32, ids),
         expert_range=expert_range,
     )
@@ -152,6 +156,6 @@ def _dispatch_cuda(
         result.num_tiles,
         _ops.empty((scratch,), torch.int32, ids) if scratch else None,
         first,
-        reference.TILE_TOKENS,
+        tile_tokens,
     )
     return result

@@ -55,7 +55,7 @@ def _best(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def dispatch(
-    ids: torch.Tensor, first: int, last: int, num_tokens: torch.Tensor | None
+    ids: torch.Tensor, first: int, last: int, num_tokens: torch.Tensor | None, tile_tokens: int = TILE_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids [T, k] -> int32 counts [E], offsets [E+1], pairs [T*k], tiles [max, 3], num_tiles [1]; E = last - first."""
     device, experts = ids.device, last - first
@@ -68,27 +68,27 @@ def dispatch(
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     pairs = flat.argsort(stable=True)
     pairs = torch.where(torch.arange(flat.numel(), device=device) < offsets[-1], pairs, -1)
-    tiles = torch.full((max_tiles(flat.numel(), experts), 3), -1, dtype=torch.int32, device=device)
-    rows = tile_rows(counts.tolist(), offsets.tolist())
+    tiles = torch.full((max_tiles(flat.numel(), experts, tile_tokens), 3), -1, dtype=torch.int32, device=device)
+    rows = tile_rows(counts.tolist(), offsets.tolist(), tile_tokens)
     if rows:
         tiles[: len(rows)] = torch.tensor(rows, dtype=torch.int32, device=device)
     num_tiles = torch.tensor([len(rows)], dtype=torch.int32, device=device)
     return counts.int(), offsets.int(), pairs.int(), tiles, num_tiles
 
 
-def max_tiles(pairs: int, experts: int) -> int:
+def max_tiles(pairs: int, experts: int, tile_tokens: int = TILE_TOKENS) -> int:
     """The most tiles that ``pairs`` (token, expert) pairs can make, whatever the routing."""
-    return min(pairs, experts) + pairs // TILE_TOKENS
+    return min(pairs, experts) + pairs // tile_tokens
 
 
-def tile_rows(counts: list[int], offsets: list[int]) -> list[tuple[int, int, int]]:
+def tile_rows(counts: list[int], offsets: list[int], tile_tokens: int = TILE_TOKENS) -> list[tuple[int, int, int]]:
     """(expert, first position in pairs, tokens): equal pieces in multiples of 8, the fullest experts first."""
     rows = []
     for expert in sorted(range(len(counts)), key=lambda e: -counts[e]):
         left, at = counts[expert], offsets[expert]
         if left == 0:
             break
-        pieces = -(-left // TILE_TOKENS)
+        pieces = -(-left // tile_tokens)
         each = -(-left // pieces)
         size = -(-each // 8) * 8
         while left > 0:
