@@ -86,11 +86,18 @@ class EngineClient:
     def is_alive(self) -> bool:
         return self.dead is None and self._process is not None and self._process.is_alive()
 
+    @property
+    def capacity(self) -> int | None:
+        """Most requests that can be unfinished at once; None: no limit."""
+        if self._max_queued is None or self.info is None:
+            return None
+        return self.info.max_num_seqs + self._max_queued
+
     def has_room(self, num_requests: int) -> bool:
         """Whether the waiting queue takes this many more. Counted here, so that a refusal can still be a status."""
-        if self._max_queued is None or self.info is None:
+        if self.capacity is None or self._max_queued is None:
             return True
-        free = self.info.max_num_seqs + self._max_queued - len(self._generations)
+        free = self.capacity - len(self._generations)
         return num_requests <= free and self.stats.num_waiting < max(1, self._max_queued)
 
     def submit(self, requests: list[Request], generation: Generation) -> None:

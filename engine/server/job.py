@@ -42,7 +42,10 @@ class Job:
         for ids in prompts:
             check_prompt_ids(ids, state.limits, param)
             check_room(len(ids), 0 if sampling.max_tokens == 0 else 1, state.limits, param)
-        if not state.engine.has_room(len(prompts) * sampling.n):
+        wanted, capacity = len(prompts) * sampling.n, state.engine.capacity
+        if capacity is not None and wanted > capacity:
+            raise ParameterError("n", f"n times the number of prompts is {wanted}, and only {capacity} can be queued")
+        if not state.engine.has_room(wanted):
             raise queue_full()
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._state = state

@@ -30,7 +30,8 @@ def setup_logging(level: str, *, worker: str | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("engine").setLevel(level)
+    for name in ("engine", "kimi_kernels"):
+        logging.getLogger(name).setLevel(level)
 
 
 def bytes_text(size: int) -> str:

@@ -43,7 +43,6 @@ def serve(args: argparse.Namespace, *, factory: str = CORE_FACTORY) -> int:
     logging.getLogger("uvicorn").setLevel(args.uvicorn_log_level.upper())
     logging.getLogger("uvicorn.access").setLevel("WARNING" if args.disable_uvicorn_access_log else "INFO")
     try:
-        env.check()
         parser = argparse.ArgumentParser()
         options.add_arguments(parser)
         logger.info("kimi-engine %s, options: %s", VERSION, options.non_default(parser, args) or "defaults")

@@ -82,6 +82,9 @@ def test_full_queue_is_503_with_retry_after(small):
         connection.close()
     small.wait_idle()
     assert httpx.post(small.url + "/v1/completions", json={"prompt": "<<x>>"}, headers=key()).status_code == 200
+    response = httpx.post(small.url + "/v1/completions", json={"prompt": ["x"] * 4}, headers=key())
+    assert response.status_code == 400  # it could never be queued
+    assert "only 3" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
