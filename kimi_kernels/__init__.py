@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from kimi_kernels._dispatch import KernelUnavailableError, reference_operations
+from kimi_kernels._dispatch import KernelUnavailableError, kernel_operations, reference_operations
 
 FAMILIES = ("routing", "moe", "kda", "attn_res", "mla", "dense", "norm", "quant")
 
-__all__ = ["FAMILIES", "KernelUnavailableError", "reference_operations"]
+__all__ = ["FAMILIES", "KernelUnavailableError", "kernel_operations", "reference_operations"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 ACTIVATION = (torch.float32, torch.bfloat16)
+BF16 = (torch.bfloat16,)
 F32 = (torch.float32,)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)

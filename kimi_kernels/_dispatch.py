@@ -39,6 +39,12 @@ OPERATIONS = frozenset(
 )
 
 
+# Served on CUDA by a library behind the same function, as long as no kernel of ours beats it.
+LIBRARIES = {"dense.linear": "cuBLAS"}
+# Operations whose compiled function is not called like them.
+_FUNCTIONS = {"norm.rms_fp8": "norm_rms"}
+
+
 class KernelUnavailableError(RuntimeError):
     """A CUDA tensor was given to an operation that has no compiled kernel for it."""
 
@@ -76,3 +82,19 @@ def no_kernel(operation: str, x: Any) -> KernelUnavailableError:
         f"{operation}: no compiled kernel for {where}. CPU tensors run the plain-torch reference; on CUDA set "
         f"{ENV_NAME}={operation} to run the reference (slow), or install a build that has this kernel"
     )
+
+
+def compiled_function(operation: str) -> str:
+    """The function of the compiled module that runs ``operation``: kda.decode_ is kda_decode."""
+    return _FUNCTIONS.get(operation, operation.replace(".", "_").rstrip("_"))
+
+
+def kernel_operations() -> frozenset[str]:
+    """Operations that CUDA tensors can run without the reference: with a compiled kernel, or served by a library.
+
+    Loads the compiled module, which builds it at first use. KernelUnavailableError when there is none.
+    """
+    from kimi_kernels import _ops  # it imports this module
+
+    compiled = set(dir(_ops.module()))
+    return frozenset(name for name in OPERATIONS if name in LIBRARIES or compiled_function(name) in compiled)

@@ -17,8 +17,6 @@ from engine.version import VERSION
 REQUIRED = ("torch", "numpy", "safetensors", "tqdm", "tiktoken", "tokenizers")
 BUILD = ("pybind11", "ninja")
 SERVER = ("fastapi", "uvicorn", "prometheus-client")
-# operations whose compiled function is not called like them
-FUNCTIONS = {"norm.rms_fp8": "norm_rms"}
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_103f"}
 
 
@@ -140,16 +138,15 @@ def _kernels(archs: list[str]) -> None:
 
 def kernel_state(operation: str, compiled: set[str], forced: bool) -> str:
     """What a CUDA tensor gets from ``operation``; ``compiled`` are the functions of the compiled module."""
+    from kimi_kernels import _dispatch
+
     if forced:
         return "reference (KIMI_KERNELS_REFERENCE)"
+    if operation in _dispatch.LIBRARIES:
+        return f"{_dispatch.LIBRARIES[operation]} through torch"
     if not compiled:
         return "not built"
-    return "kernel" if compiled_function(operation) in compiled else "no kernel in this build"
-
-
-def compiled_function(operation: str) -> str:
-    """The function of the compiled module that runs ``operation``: kda.decode_ is kda_decode."""
-    return FUNCTIONS.get(operation, operation.replace(".", "_").rstrip("_"))
+    return "kernel" if _dispatch.compiled_function(operation) in compiled else "no kernel in this build"
 
 
 def _switches(everything: bool) -> None:
