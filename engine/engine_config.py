@@ -13,6 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 POLICIES = ("fcfs", "priority")
 MOE_WEIGHTS = ("fp8", "mxfp4")
+MOE_ACTIVATIONS = ("auto", "bf16", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class EngineConfig:
     chunk_size             upper bound of the prefill tokens one request gets per step; None: only the budget bounds it
     scheduling_policy      "fcfs", or "priority" (lower Request.priority first, then arrival)
     max_num_queued_reqs    waiting requests beyond those that can start at once; None: no bound
+    moe_activation         how inputs enter the routed experts' products: "bf16" as they are, "fp8" quantised to E4M3;
+                           "auto": bf16, as checkpoints that quantise weights alone were made for
     moe_weights            convert plain bf16 experts on loading; None: experts stay as they are stored
     check_invariants       compare scheduler, memories and state slots after each step (tests)
 
@@ -45,6 +48,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0
+    moe_activation: str = "auto"
     moe_weights: str | None = None
     gpu_memory_utilization: float = 0.9
     check_invariants: bool = False
@@ -58,7 +62,12 @@ class EngineConfig:
         if self.max_num_queued_reqs is not None:
             _check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
         _check_int("seed", self.seed, -(2**63))
-        for name, choices in (("scheduling_policy", POLICIES), ("device", DEVICES), ("dtype", DTYPES)):
+        for name, choices in (
+            ("scheduling_policy", POLICIES),
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("moe_activation", MOE_ACTIVATIONS),
+        ):
             if getattr(self, name) not in choices:
                 raise ParameterError(name, f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.moe_weights is not None and self.moe_weights not in MOE_WEIGHTS:
@@ -109,6 +118,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-queued-reqs", type=int, default=None, help="refuse requests beyond this queue length")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="activations; auto: bfloat16 on CUDA")
     group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--moe-activation", choices=MOE_ACTIVATIONS, default="auto", help="inputs of the routed experts; auto: bf16"
+    )
     group.add_argument("--moe-weights", choices=MOE_WEIGHTS, default=None, help="convert plain bf16 experts on loading")
     group.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     group.add_argument("--check-invariants", action="store_true", help="check all memory accounting after each step")

@@ -27,7 +27,7 @@ from engine.model.layers.moe import MoE
 class Layer(nn.Module):
     """The parts of one layer; ``KimiK3.forward`` strings them together."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, index: int, moe_activation: str) -> None:
         super().__init__()
         self.starts_block = index % config.attn_res_block_size == 0
         self.attn_res = AttnRes(config.hidden_size, config.rms_norm_eps)
@@ -39,19 +39,22 @@ class Layer(nn.Module):
         self.mlp_res = AttnRes(config.hidden_size, config.rms_norm_eps)
         self.mlp: MLP | MoE
         if config.is_moe(index):
-            self.mlp = MoE(config)
+            self.mlp = MoE(config, moe_activation)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.situ_beta, config.situ_linear_beta)
 
 
 class KimiK3(nn.Module):
-    """Parameters are unfilled after construction (build under ``torch.device("meta")``); engine/weights fills them."""
+    """Parameters are unfilled after construction (build under ``torch.device("meta")``); engine/weights fills them.
 
-    def __init__(self, config: ModelConfig) -> None:
+    ``moe_activation`` "bf16" or "fp8": how inputs enter the routed experts' products, for every batch alike.
+    """
+
+    def __init__(self, config: ModelConfig, moe_activation: str = "bf16") -> None:
         super().__init__()
         self.config = config
         self.embed = weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, i, moe_activation) for i in range(config.num_hidden_layers))
         self.output_res = AttnRes(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.vocab_size, config.hidden_size)
 

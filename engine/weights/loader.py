@@ -20,7 +20,9 @@ from engine.weights.quant import ExpertBuffers
 from engine.weights.shards import DTYPES, CheckpointError, Inventory, ShardReader, StoredTensor, read_inventory
 
 
-def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, progress: bool = True) -> KimiK3:
+def load_model(
+    model_dir: Path, config: ModelConfig, device: torch.device, *, moe_activation: str = "bf16", progress: bool = True
+) -> KimiK3:
     """Build the model of ``config`` and fill it. Raises CheckpointError listing all that is wrong."""
     problems: list[str] = []
     inventory = read_inventory(model_dir, problems)
@@ -33,7 +35,7 @@ def load_model(model_dir: Path, config: ModelConfig, device: torch.device, *, pr
     work.sort(key=lambda item: (order[item[1].file], item[1].offset))
 
     with torch.device("meta"):
-        model = KimiK3(config)
+        model = KimiK3(config, moe_activation)
     model.to_empty(device=device)
     for module in model.modules():
         if isinstance(module, Linear):

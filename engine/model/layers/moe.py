@@ -44,27 +44,29 @@ class Experts(nn.Module):
     w13: moe.ExpertWeights
     w2: moe.ExpertWeights
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, activation: str) -> None:
         super().__init__()
+        self.activation = activation
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
 
     def forward(self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """z [T, D] latent input -> [T, D], the weighted sum over each token's experts."""
         return moe.experts(
-            z, ids, weights, self.w13, self.w2, activation="bf16", beta=self.beta, linear_beta=self.linear_beta
-        )
+            z, ids, weights, self.w13, self.w2,
+            activation=self.activation, beta=self.beta, linear_beta=self.linear_beta,
+        )  # fmt: skip
 
 
 class MoE(nn.Module):
     """norm(sum of experts(x Wdown^T)) Wup^T + shared(x), [T, H] -> [T, H]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, activation: str) -> None:
         super().__init__()
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         self.eps = config.rms_norm_eps
         self.router = Router(config)
         self.latent_down = Linear(latent, hidden)
-        self.experts = Experts(config)
+        self.experts = Experts(config, activation)
         self.latent_norm = weight(latent)
         self.latent_up = Linear(hidden, latent)
         shared_width = config.moe_intermediate_size * config.num_shared_experts
