@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.model.context import ModelState
 from engine.model.kimi_k3 import KimiK3
 from engine.runner import memory
 from engine.runner.inputs import prepare
+from engine.runner.operations import require_operations
 from engine.runner.sampler import Sampler
 from engine.types import ParameterError, StepOutput, StepPlan
 from engine.weights.loader import load_model
@@ -65,15 +67,22 @@ class Runner:
             raise ParameterError(
                 "moe_weights", "experts in plain bf16 run on CUDA only when converted, which is not implemented"
             )
+        activation = choose_moe_activation(engine_config.moe_activation, dtype)
+        engine_config = dataclasses.replace(engine_config, moe_activation=activation)
+        if device.type == "cuda":
+            require_operations(config)
+            # cuBLAS may otherwise round partial sums to bf16 when it splits K
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         if device.type == "cpu":  # what cannot fit is told before the weights are read
             memory.resolve(config, engine_config, memory.memory_budget(config, engine_config, device, 4), 4)
-        model = load_model(model_dir, config, device, progress=progress)
+        model = load_model(model_dir, config, device, moe_activation=activation, progress=progress)
         budget = memory.memory_budget(config, engine_config, device, dtype.itemsize)
         resolved = memory.resolve(config, engine_config, budget, dtype.itemsize)
         state = memory.allocate(config, resolved, device, dtype)
         logger.info(
-            "%d blocks of %d tokens, %d state slots, max_model_len %d, on %s in %s",
+            "%d blocks of %d tokens, %d state slots, max_model_len %d, on %s in %s, %s into the experts",
             resolved.num_blocks, resolved.block_size, resolved.num_slots, resolved.max_model_len, device, dtype,
+            activation,
         )  # fmt: skip
         if device.type == "cuda" and (names := reference_operations()):
             logger.warning("on the plain-torch reference instead of kernels: %s", ", ".join(sorted(names)))
@@ -147,6 +156,16 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def choose_moe_activation(name: str, dtype: torch.dtype) -> str:
+    """How inputs enter the experts' products, once for all batches. "auto" is bf16: K3 quantises its weights only.
+
+    Raises ParameterError for fp8 with float32 activations, which the reference does not quantise.
+    """
+    if name == "fp8" and dtype == torch.float32:
+        raise ParameterError("moe_activation", "moe_activation fp8 needs dtype bfloat16, got float32")
+    return "bf16" if name == "auto" else name
 
 
 def _end_tokens(model_dir: Path, vocab_size: int) -> frozenset[int]:

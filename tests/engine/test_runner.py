@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.config import ModelConfig
 from engine.engine_config import EngineConfig
+from engine.runner import operations
 from engine.runner.runner import Runner, choose_device
 from engine.types import ParameterError, SamplingParams, StepPlan
+from kimi_kernels import KernelUnavailableError
+from kimi_kernels._dispatch import OPERATIONS
 from tests.engine.drive import GREEDY, TINY, execute, expected, greedy, plan, request, tiny_runner
 
 
@@ -121,6 +125,8 @@ def test_sizes_follow_from_the_options() -> None:
         ({"max_model_len": 200, "num_blocks": 5}, "max_model_len"),
         ({"max_model_len": 2**20 + 1}, "max_model_len"),
         ({"moe_weights": "fp8"}, "moe_weights"),
+        ({"moe_activation": "fp8"}, "moe_activation"),  # the CPU's float32 activations are never quantised
+        ({"moe_activation": "int8"}, "moe_activation"),
     ],
 )
 def test_options_that_cannot_be_met_are_named(options: dict, param: str) -> None:
@@ -151,3 +157,31 @@ def test_greedy_takes_the_lower_id_of_equals(runner: Runner) -> None:
     weight[3] = weight[best]
     weight[200] = weight[best]
     assert execute(runner, [(request("a", ids(7), 1, runner, GREEDY), 7)]).tokens["a"].token_id == 3
+
+
+def test_auto_moe_activation_is_resolved_at_start() -> None:
+    runner = tiny_runner()
+    assert runner.engine_config.moe_activation == "bf16"
+    runner = tiny_runner(dtype="bfloat16", moe_activation="fp8")
+    assert {layer.mlp.experts.activation for layer in runner.model.layers if hasattr(layer.mlp, "experts")} == {"fp8"}
+
+
+def test_missing_kernels_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_dir(TINY)
+    monkeypatch.setattr(
+        operations, "kernel_operations", lambda: frozenset({"dense.linear", "norm.rms", "routing.topk"})
+    )
+    monkeypatch.setattr(operations, "reference_operations", lambda: frozenset({"mla.store_"}))
+    assert operations.missing_operations(config) == [
+        "attn_res.mix", "kda.decode_", "kda.prefill_", "mla.decode", "mla.prefill", "moe.experts",
+    ]  # fmt: skip
+    with pytest.raises(KernelUnavailableError, match="kda.prefill_") as error:
+        operations.require_operations(config)
+    assert "KIMI_KERNELS_REFERENCE=attn_res.mix,kda.decode_" in str(error.value)
+    assert "mla.store_" in str(error.value)  # what was asked for stays in the list that is offered
+
+
+def test_the_reference_alone_needs_no_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "kernel_operations", lambda: pytest.fail("the compiled module was asked for"))
+    monkeypatch.setattr(operations, "reference_operations", lambda: OPERATIONS)
+    operations.require_operations(ModelConfig.from_dir(TINY))
