@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
             model = scratch
             make_tiny.make(Path(scratch))
+        if args.smoke:
+            _serve_missing_kernels(args, Path(model))
         start = time.monotonic()
         llm = LLM(model, progress=sys.stderr.isatty(), **_options(args))
         loaded = time.monotonic()
@@ -70,6 +73,25 @@ def run(args: argparse.Namespace) -> int:
         if args.smoke and num_tokens != SMOKE_TOKENS:
             raise ParameterError("smoke", f"expected {SMOKE_TOKENS} tokens, got {num_tokens}")
     return 0
+
+
+def _serve_missing_kernels(args: argparse.Namespace, model: Path) -> None:
+    """A smoke run shows that everything plays together, so what has no kernel yet runs the reference, and it says so.
+
+    KIMI_KERNELS_REFERENCE is left alone when it is set.
+    """
+    from engine.config import ModelConfig
+    from engine.runner import operations, runner
+    from kimi_kernels import reference_operations
+
+    if runner.choose_device(args.device).type != "cuda":
+        return
+    if "KIMI_KERNELS_REFERENCE" not in os.environ:
+        missing = operations.missing_operations(ModelConfig.from_dir(model))
+        os.environ["KIMI_KERNELS_REFERENCE"] = ",".join(missing)
+        reference_operations.cache_clear()
+    chosen = ", ".join(sorted(reference_operations())) or "nothing"
+    print(f"smoke on cuda: the plain-torch reference runs {chosen}; kernels run the rest", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
