@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from engine.text.chat_calls import CallParser
 from engine.text.utf8 import Utf8Text
 
-# Reasoning held back at the start: a model that answers without thinking shows so only by how its text ends. An answer
-# of up to this many tokens is then pure content; a longer one was already streamed as reasoning and is repeated there.
+# Characters of reasoning held back at the start: a model that answers without thinking shows so only by how its text
+# ends. An answer up to this long is then pure content; a longer one was already streamed as reasoning and is repeated
+# as content. A few characters are two or three tokens of K3: the first token's latency hardly grows.
 THINK_HOLD = 8
 _ATTRIBUTE = re.compile(r' ([^\s="]+)="([^"]*)"')
 
@@ -58,7 +59,6 @@ class OutputParser:
         self._state = "think" if thinking else "response"
         self._text = Utf8Text()
         self._held: list[str] | None = [] if thinking else None  # reasoning not yet released
-        self._num_held = 0
         self._thought: list[str] = []  # released reasoning, as long as it may turn out to be the answer
         self._may_be_answer = thinking
         self._calls = CallParser(first_call) if tools and tool_choice != "none" else None
@@ -164,9 +164,6 @@ class OutputParser:
         if self._state == "think":
             self.reasoning_tokens += 1
             self._add_text(self._text.feed(self._tokenizer.decode_bytes([token])))
-            self._num_held += 1
-            if self._held is not None and self._num_held > THINK_HOLD:
-                self._release_held()
         elif self._state in ("response", "tools"):
             self._add_text(self._text.feed(self._tokenizer.decode_bytes([token])))
 
@@ -176,6 +173,8 @@ class OutputParser:
         if self._state == "think":
             if self._held is not None:
                 self._held.append(text)
+                if sum(map(len, self._held)) > THINK_HOLD:
+                    self._release_held()
             else:
                 if self._may_be_answer:
                     self._thought.append(text)
