@@ -39,7 +39,7 @@ TOKEN_MARKS = (b'"text":"', b'"reasoning_content":"')
 
 @dataclass
 class Stream:
-    """What one client saw; seconds since it had sent its request."""
+    """What one client saw; seconds since it began to send its request."""
 
     headers: float = 0.0
     first_token: float = 0.0
@@ -51,8 +51,8 @@ async def read_stream(host: str, port: int, path: str, body: dict) -> Stream:
     """One streamed request over a bare socket, so that the client costs as little as can be."""
     reader, writer = await asyncio.open_connection(host, port)
     data = json.dumps({**body, "stream": True, "ignore_eos": True}).encode()
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     begin = time.perf_counter()
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     seen = Stream()
     while True:
         piece = await reader.read(1 << 16)
@@ -140,7 +140,10 @@ def main() -> int:
             server.stop()
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     changed = subprocess.run(
-        ["git", "status", "--porcelain", "-uno", "engine"], cwd=ROOT, capture_output=True, text=True
+        ["git", "status", "--porcelain", "-uno", "engine/server", "engine/text"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     date = datetime.date.today().isoformat()
     report = f"""# Host cost of serving, {date}
@@ -150,7 +153,7 @@ load average {os.getloadavg()[0]:.1f} at the end; Python {platform.python_versio
 
 Settings: {args.tokens} tokens a stream, one byte a token, a stand-in model of {args.step_ms:g} ms a step, one event a
 token wanted. CPU time is user + system of each process; "server" is the HTTP process, "engine process" holds scheduler
-and stand-in model. First byte and first token are medians over the streams, from the sent request; all start at once.
+and stand-in model. First byte and first token are medians over the streams, from the moment of sending; all start at once.
 The first token of a chat includes the {THINK_HOLD} characters (here tokens) of reasoning that the parser holds back.
 
 {chr(10).join(sections)}"""
