@@ -153,7 +153,8 @@ load average {os.getloadavg()[0]:.1f} at the end; Python {platform.python_versio
 
 Settings: {args.tokens} tokens a stream, one byte a token, a stand-in model of {args.step_ms:g} ms a step, one event a
 token wanted. CPU time is user + system of each process; "server" is the HTTP process, "engine process" holds scheduler
-and stand-in model. First byte and first token are medians over the streams, from the moment of sending; all start at once.
+and stand-in model. First byte and first token are medians over the streams, from the moment of sending; all start
+at once.
 The first token of a chat includes the {THINK_HOLD} characters (here tokens) of reasoning that the parser holds back.
 
 {chr(10).join(sections)}"""

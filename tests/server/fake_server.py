@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from engine.server import options, serve
+from engine.server import lifecycle, options, serve
 from tests.server.byte_tokenizer import ByteTokenizer
 
 if __name__ == "__main__":
@@ -15,5 +16,6 @@ if __name__ == "__main__":
     options.add_arguments(parser)
     args = parser.parse_args()
     options.check(args)
+    lifecycle.DRAIN_S = float(os.environ.get("FAKE_DRAIN_S", lifecycle.DRAIN_S))
     serve.load_tokenizer = lambda path: ByteTokenizer() if (Path(path) / "tokenizer").exists() else None
     sys.exit(serve.serve(args, factory="tests.server.fake_engine:build"))

@@ -13,7 +13,6 @@ from engine.types import ParameterError
 from tests.server.byte_tokenizer import NAMES, ByteTokenizer
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "data" / "k3-chat.json").read_text())
-MERGES = Path(__file__).parents[2].parent / "shared" / "tokenizer" / "tiktoken.model"
 TOKENIZER = ByteTokenizer()
 
 
@@ -45,20 +44,6 @@ def test_worked_example_text(example):
             segments_of(example)
         return
     assert to_text(segments_of(example)) == example["text"]
-
-
-@pytest.fixture(scope="module")
-def k3_tokenizer(tmp_path_factory):
-    if not MERGES.exists():
-        pytest.skip(f"K3's merge file is not at {MERGES}")
-    from engine.text.tokenizer import load_tokenizer
-
-    names = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>"}
-    table = {str(163584 + i): {"content": name, "special": i < 3} for i, name in names.items()}
-    model = tmp_path_factory.mktemp("k3-tokenizer")
-    (model / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": table}))
-    (model / "tiktoken.model").symlink_to(MERGES)
-    return load_tokenizer(model)
 
 
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if not is_image(e)], ids=lambda example: example["name"])

@@ -148,8 +148,8 @@ def collect(deltas: list[dict]) -> tuple[str | None, str | None, list[tuple[str,
     return reasoning or None, content or None, calls
 
 
-def parse(ids, cuts, end="stop", *, thinking=True, tools=TOOLS, tool_choice="auto"):
-    parser = OutputParser(TOKENIZER, thinking=thinking, tools=tools, tool_choice=tool_choice)
+def parse(ids, cuts, end="stop", *, thinking=True, tools=TOOLS, tool_choice="auto", tokenizer=TOKENIZER):
+    parser = OutputParser(tokenizer, thinking=thinking, tools=tools, tool_choice=tool_choice)
     deltas, start = [], 0
     for cut in [*cuts, len(ids)]:
         deltas += parser.feed(ids[start:cut])
@@ -174,6 +174,15 @@ def test_worked_example_in_every_chunking(example, end_id):
     for cuts in chunkings:
         got = parse(ids, cuts, end, thinking=bool(thinking), tools=TOOLS if tools else None)
         assert list(got) == expected, f"cut at {list(cuts)}"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[0])
+def test_worked_example_with_k3_ids(example, k3_tokenizer):
+    _, text, thinking, tools, end, *expected = example
+    ids = k3_tokenizer.encode(xml(text), special=True)
+    for cuts in [[], range(1, len(ids)), *[[cut] for cut in range(len(ids))]]:
+        got = parse(ids, cuts, end, thinking=bool(thinking), tools=TOOLS if tools else None, tokenizer=k3_tokenizer)
+        assert list(got) == expected
 
 
 def test_streaming_order_of_p3():

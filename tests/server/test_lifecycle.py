@@ -181,6 +181,20 @@ def test_sigterm_lets_streams_finish(fake_dir):
     assert b'"completion_tokens":1000' in read_until(whole, b"}}")
 
 
+def test_streams_that_outlast_the_drain_are_ended_and_told(fake_dir):
+    server = ServerProcess(FAKE, str(fake_dir), env={"FAKE_STEP_S": "0.02", "FAKE_DRAIN_S": "1"})
+    stream = post(server, {"prompt": "long", "max_tokens": 4000, "stream": True})
+    whole = post(server, {"prompt": "long", "max_tokens": 4000})
+    wait_for(lambda: server.gauge("vllm:num_requests_running") == 2)
+    start = time.monotonic()
+    assert server.stop(timeout=30) == 0
+    assert 1 < time.monotonic() - start < 15
+    data = read_until(stream, b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    error = json.loads([line for line in data.split(b"\n") if line.startswith(b"data: ")][-2][6:])["error"]
+    assert error["type"] == "ServiceUnavailableError"
+    assert b" 503 " in whole.recv(1 << 16).split(b"\r\n")[0]
+
+
 def test_a_second_interrupt_ends_at_once(fake_dir):
     server = ServerProcess(FAKE, str(fake_dir), env={"FAKE_STEP_S": "0.05"})
     connection = post(server, {"prompt": "long", "max_tokens": 4000, "stream": True})
