@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 SMOKE_TOKENS = 16
+SMOKE_MODEL_LEN = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
             model = scratch
             make_tiny.make(Path(scratch))
+            if args.max_model_len is None:  # the tiny model's own limit would claim all memory for a moment
+                args.max_model_len = SMOKE_MODEL_LEN
         if args.smoke:
             _serve_missing_kernels(args, Path(model))
         start = time.monotonic()
