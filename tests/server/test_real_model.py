@@ -15,6 +15,7 @@ import pytest
 
 from tests.server.process import ROOT, ServerProcess
 from tests.server.test_chat_api import stream, total
+from tests.server.test_chat_output import TOOLS
 from tests.server.test_disconnect import churn, post, read_until, wait_for
 
 
@@ -57,6 +58,31 @@ def test_chat_stream_equals_whole(server, client):
     assert total(chunks, "content") == whole.choices[0].message.content
     assert total(chunks, "reasoning_content") == whole.choices[0].message.model_extra["reasoning_content"]
     assert chunks[-1]["choices"][0]["finish_reason"] == whole.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_chat_output_streams_as_the_whole(server, seed):
+    """Random weights write markup, special tokens and broken UTF-8 alike."""
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": TOOLS,
+        "max_tokens": 40,
+        "seed": seed,
+        "n": 3,
+        "stop": ["e", "\n"],
+        "return_token_ids": True,
+        "ignore_eos": seed % 2 == 0,
+    }
+    whole = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    chunks = stream(server, body)
+    for i, choice in enumerate(whole):
+        parts = [chunk for chunk in chunks if chunk["choices"][0]["index"] == i]
+        assert total(parts, "content") == choice["message"]["content"]
+        assert total(parts, "reasoning_content") == choice["message"]["reasoning_content"]
+        assert parts[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+        ids = [token for part in parts for token in part["choices"][0].get("token_ids", ())]
+        shorter = min(len(ids), len(choice["token_ids"]))  # a stop string may be seen a step earlier or later
+        assert ids[:shorter] == choice["token_ids"][:shorter]
 
 
 def test_stop_across_token_borders(server):
