@@ -53,16 +53,17 @@ __device__ __forceinline__ float warp_max(float value) {
 // Which of kCount values a lane holds after warp_sum_many; -1: none.
 template <int kCount>
 __device__ __forceinline__ int warp_sum_many_index() {
-  int index = 0, left = kCount;
+  int index = 0, left = kCount, count = kCount;  // of `count` places `left` hold a value
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    const int half = (left + 1) / 2;
+    const int half = (count + 1) / 2;
     if (threadIdx.x & offset) {
       index += half;
       left -= half;
     } else {
-      left = half;
+      left = left < half ? left : half;
     }
+    count = half;
   }
   return left > 0 ? index : -1;
 }
