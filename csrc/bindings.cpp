@@ -13,6 +13,7 @@ namespace kda {
 void register_kda(py::module_& m);
 }
 namespace moe {
+void register_moe(py::module_& m);
 void register_moe_finalize(py::module_& m);
 }
 namespace norm {
@@ -39,6 +40,7 @@ PYBIND11_MODULE(_C, m) {
 
   kimi::attn_res::register_attn_res(m);
   kimi::kda::register_kda(m);
+  kimi::moe::register_moe(m);
   kimi::moe::register_moe_finalize(m);
   kimi::norm::register_norm(m);
   kimi::quant::register_quant(m);

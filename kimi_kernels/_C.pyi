@@ -97,3 +97,29 @@ def kda_verify(
 def kda_commit(state: Array, conv_state: Array, records: Array, slots: Array, accepted: Array) -> None: ...
 def kda_zero(state: Array, conv_state: Array, slots: Array) -> None: ...
 def kda_copy(state: Array, conv_state: Array, src: Array, dst: Array) -> None: ...
+def moe_plan(
+    tokens: int, top_k: int, experts: int, width: int, inner: int, format: str, activation: str
+) -> dict[str, Any]: ...
+def moe_experts(
+    x: Array,
+    topk_ids: Array | None,
+    topk_weights: Array | None,
+    w13: Array,
+    w2: Array,
+    norm_weight: Array | None,
+    pairs: Array,
+    tiles: Array,
+    num_tiles: Array,
+    first_product: Array | None,
+    out: Array | None,
+    workspace: Array,
+    format: str,
+    activation: str,
+    inner: int,
+    first: int,
+    last: int,
+    weight_offset: int,
+    beta: float,
+    linear_beta: float,
+    eps: float,
+) -> None: ...

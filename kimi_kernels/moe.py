@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from kimi_kernels import _check as check
-from kimi_kernels import _ops
-from kimi_kernels._dispatch import no_kernel, use_reference
+from kimi_kernels import _check_moe as check_moe
+from kimi_kernels import _moe_cuda, _ops, routing
+from kimi_kernels._dispatch import use_reference
 from kimi_kernels.reference import expert_weights
 from kimi_kernels.reference import moe as reference
 from kimi_kernels.reference.expert_weights import ExpertWeights
@@ -17,7 +18,6 @@ _ops.define(
     "moe_finalize(Tensor rows, Tensor row_index, Tensor weights, Tensor? norm_weight, Tensor(a!) out, float eps) -> ()"
 )
 
-FORMATS = ("mxfp4", "fp8", "bf16")
 ACTIVATIONS = ("fp8", "bf16")
 
 
@@ -35,24 +35,9 @@ def pack_mxfp4(
     [E, D, I/32]; D and I multiples of 32; 1 <= E <= 1024. Low nibble first; no scale byte may be 255 (not a number).
     Inputs are not changed. Returns (w13, w2). Raises ValueError naming the argument at fault.
     """
-    check.tensor("w1", w1, (None, None, None), check.UINT8)
-    experts, inner, half = w1.shape
-    width = 2 * half
-    _check_sizes(experts, inner, width)
-    shapes = {
-        "w1_scale": (w1_scale, (experts, inner, width // 32)),
-        "w3": (w3, (experts, inner, half)),
-        "w3_scale": (w3_scale, (experts, inner, width // 32)),
-        "w2": (w2, (experts, width, inner // 2)),
-        "w2_scale": (w2_scale, (experts, width, inner // 32)),
-    }
-    for name, (value, shape) in shapes.items():
-        check.tensor(name, value, shape, check.UINT8, like=w1)
-    for name, value in (("w1_scale", w1_scale), ("w3_scale", w3_scale), ("w2_scale", w2_scale)):
-        bad = int((value == 255).sum())
-        check.require(bad == 0, name, "E8M0 bytes 0 to 254", f"{bad} bytes of 255 (not a number)")
+    check_moe.mxfp4(w1, w1_scale, w3, w3_scale, w2, w2_scale)
     if not use_reference("moe.experts", w1):
-        raise no_kernel("moe.experts", w1)
+        return _moe_cuda.pack("mxfp4", w1, w1_scale, w3, w3_scale, w2, w2_scale)
     return expert_weights.plain("mxfp4", w1, w1_scale, w3, w3_scale, w2, w2_scale)
 
 
@@ -70,18 +55,9 @@ def pack_fp8(
     scale [E, ceil(D/128), ceil(I/128)]; D and I multiples of 32; 1 <= E <= 1024. Inputs are not changed.
     Returns (w13, w2). Raises ValueError naming the argument at fault.
     """
-    fp8 = (torch.float8_e4m3fn,)
-    check.tensor("w1", w1, (None, None, None), fp8)
-    experts, inner, width = w1.shape
-    _check_sizes(experts, inner, width)
-    inner_blocks, width_blocks = -(-inner // 128), -(-width // 128)
-    check.tensor("w3", w3, (experts, inner, width), fp8, like=w1)
-    check.tensor("w2", w2, (experts, width, inner), fp8, like=w1)
-    check.tensor("w1_scale", w1_scale, (experts, inner_blocks, width_blocks), check.F32, like=w1)
-    check.tensor("w3_scale", w3_scale, (experts, inner_blocks, width_blocks), check.F32, like=w1)
-    check.tensor("w2_scale", w2_scale, (experts, width_blocks, inner_blocks), check.F32, like=w1)
+    check_moe.fp8(w1, w1_scale, w3, w3_scale, w2, w2_scale)
     if not use_reference("moe.experts", w1):
-        raise no_kernel("moe.experts", w1)
+        return _moe_cuda.pack("fp8", w1, w1_scale, w3, w3_scale, w2, w2_scale)
     return expert_weights.plain("fp8", w1, w1_scale, w3, w3_scale, w2, w2_scale)
 
 
@@ -94,7 +70,7 @@ def pack_bf16(w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> tuple[Exp
     bf16 = (torch.bfloat16,)
     check.tensor("w1", w1, (None, None, None), bf16)
     experts, inner, width = w1.shape
-    _check_sizes(experts, inner, width)
+    check_moe.sizes(experts, inner, width)
     check.tensor("w3", w3, (experts, inner, width), bf16, like=w1)
     check.tensor("w2", w2, (experts, width, inner), bf16, like=w1)
     return expert_weights.plain("bf16", w1, None, w3, None, w2, None)
@@ -106,6 +82,8 @@ def unpack(w13: ExpertWeights, w2: ExpertWeights) -> tuple[torch.Tensor, ...]:
     Returns (w1, w1_scale, w3, w3_scale, w2, w2_scale) as pack_mxfp4 and pack_fp8 took them, (w1, w3, w2) for bf16.
     The tensors may share memory with the packed ones. Raises ValueError for a layout that is not known.
     """
+    if w13.layout == w2.layout == _moe_cuda.LAYOUT:
+        return _moe_cuda.unpack(w13, w2)
     for name, w in (("w13", w13), ("w2", w2)):
         check.require(w.layout == "plain", name, 'layout "plain"', repr(w.layout))
     return expert_weights.split(w13, w2)
@@ -118,7 +96,8 @@ def workspace_size(
     check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
     if use_reference("moe.experts", w13.data):
         return 0
-    raise no_kernel("moe.experts", w13.data)
+    shape = (num_tokens, top_k, w13.num_experts, w13.cols, w2.cols)
+    return _moe_cuda.plan(*shape, w13.format, activation)["workspace_bytes"]
 
 
 def experts(
@@ -156,19 +135,31 @@ def experts(
 
     Returns [T, D] of x's dtype. Raises ValueError naming the argument at fault.
     """
+    check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
     if not use_reference("moe.experts", x):
-        raise no_kernel("moe.experts", x)
+        first, last = check_moe.expert_range(expert_range, w13)
+        if out is None:
+            out = _ops.empty(tuple(x.shape), torch.bfloat16, x)
+        if x.shape[0] == 0:
+            return out
+        if dispatch is None:
+            plan = _moe_cuda.plan(*topk_ids.shape, last - first, w13.cols, w2.cols, w13.format, activation)
+            dispatch = routing.dispatch(topk_ids, last, expert_range=(first, last), tile_tokens=plan["piece_rows"])
+        check.require(
+            dispatch.expert_range == (first, last), "dispatch", f"experts {(first, last)}", dispatch.expert_range
+        )
+        situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
+        scratch: dict[str, Any] = {"dispatch": dispatch, "out": out, "workspace": workspace}
+        _moe_cuda.run(x, topk_ids, topk_weights, w13, w2, norm_weight, None, eps=eps, **situ, **scratch)
+        return out
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     tokens, width = x.shape
     check.tensor("topk_ids", topk_ids, (tokens, None), check.INT32, like=x)
     check.require(1 <= topk_ids.shape[1] <= 16, "topk_ids", "1 to 16 columns", topk_ids.shape[1])
     check.tensor("topk_weights", topk_weights, topk_ids.shape, check.F32, like=x)
-    check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
-    _check_weights(x, w13, w2)
-    if expert_range is not None:
-        first, last = expert_range
-        fits = 0 <= first < last and (w13.num_experts == last - first or w13.num_experts >= last)
-        check.require(fits, "expert_range", f"first < last+1 and weights for it ({w13.num_experts} held)", expert_range)
+    check_moe.packed(x, w13, w2, "plain")
+    check.require(w13.data.device == x.device, "w13", f"device {x.device}", w13.data.device)
+    check_moe.expert_range(expert_range, w13)
     if norm_weight is not None:
         check.tensor("norm_weight", norm_weight, (width,), check.ACTIVATION, like=x)
     mode = "exact" if x.dtype == torch.float32 else activation
@@ -186,6 +177,42 @@ def experts(
     if norm_weight is not None:
         total = reference.rms(total, norm_weight, eps)
     return _deliver(total, x.dtype, out)
+
+
+def expert_rows(
+    x: torch.Tensor,
+    dispatch: routing.Dispatch,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    *,
+    activation: str = "fp8",
+    beta: float = 4.0,
+    linear_beta: float | None = 25.0,
+    first_product: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The part of ``experts`` between the dispatch and the weighted sum: rows [T*k, D] of x's dtype.
+
+    Row token*k + j is choice j of a token; rows of choices that take no part are left as they are. ``first_product``
+    [T*k, 2I] of x's dtype: row i receives x w1^T | x w3^T of the pair ``dispatch.pairs[i]``. The rows lie in
+    ``workspace`` (as in ``experts``) on CUDA. Other arguments and errors as ``experts``.
+    """
+    check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
+    check.require(x.shape[0] > 0, "x", "at least one token", 0)
+    situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
+    if not use_reference("moe.experts", x):
+        first, last = check_moe.expert_range(dispatch.expert_range, w13)
+        pairs = dispatch.pairs.shape[0]
+        scratch: dict[str, Any] = {"dispatch": dispatch, "out": None, "workspace": workspace}
+        workspace = _moe_cuda.run(x, None, None, w13, w2, None, first_product, eps=0.0, **situ, **scratch)
+        top_k = pairs // x.shape[0]
+        plan = _moe_cuda.plan(x.shape[0], top_k, last - first, w13.cols, w2.cols, w13.format, activation)
+        return workspace[plan["rows"] :][: pairs * w13.cols * 2].view(x.dtype).reshape(pairs, w13.cols)
+    check_moe.packed(x, w13, w2, "plain")
+    mode = {**situ, "activation": "exact" if x.dtype == torch.float32 else activation}
+    return reference.all_rows(
+        x, dispatch.offsets.tolist(), dispatch.pairs, dispatch.expert_range, w13, w2, mode, first_product
+    )
 
 
 def finalize(
@@ -212,27 +239,6 @@ def finalize(
     if norm_weight is not None:
         check.tensor("norm_weight", norm_weight, (rows.shape[1],), check.ACTIVATION, like=rows)
     return reference.finalize(rows, row_index, weights, norm_weight, eps).to(rows.dtype)
-
-
-def _check_sizes(experts: int, inner: int, width: int) -> None:
-    check.require(1 <= experts <= 1024, "w1", "1 to 1024 experts", experts)
-    check.require(inner > 0 and inner % 32 == 0, "w1", "an expert width (rows) that is a multiple of 32", inner)
-    check.require(width > 0 and width % 32 == 0, "w1", "an input width (columns) that is a multiple of 32", width)
-
-
-def _check_weights(x: torch.Tensor, w13: ExpertWeights, w2: ExpertWeights) -> None:
-    width = x.shape[1]
-    for name, w in (("w13", w13), ("w2", w2)):
-        if not isinstance(w, ExpertWeights):
-            raise TypeError(f"{name}: expected ExpertWeights from a pack function, got {type(w).__name__}")
-        check.require(w.layout == "plain", name, 'layout "plain" on the reference path', repr(w.layout))
-        check.require(w.format in FORMATS, name, f"a format of {FORMATS}", repr(w.format))
-        check.require(w.data.device == x.device, name, f"device {x.device}", w.data.device)
-    check.require(w13.cols == width, "w13", f"{width} columns (x has {width})", w13.cols)
-    inner = w13.rows // 2
-    check.require((w2.rows, w2.cols) == (width, inner), "w2", f"[{width}, {inner}] an expert", [w2.rows, w2.cols])
-    check.require(w2.num_experts == w13.num_experts, "w2", f"{w13.num_experts} experts", w2.num_experts)
-    check.require(w2.format == w13.format, "w2", f"format {w13.format}", w2.format)
 
 
 def _deliver(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:

@@ -13,13 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # what every family of kimi_kernels stands on: dispatch, argument checks, build and calls of the compiled module
-PLUMBING = [f"kimi_kernels._{name}" for name in ("dispatch", "check", "check_kda", "ops", "build", "sources")]
+PLUMBING = [f"kimi_kernels._{name}" for name in ("dispatch", "check", "check_kda", "check_moe", "ops", "build", "sources", "env")]
 
 # unit -> prefixes it may import, longest prefix wins when a file is assigned to a unit
 ALLOWED = {
     "kimi_kernels": ["torch", "kimi_kernels._C", "kimi_kernels.reference", *PLUMBING],
+    "kimi_kernels._moe_cuda": ["torch", "kimi_kernels._moe_sm90", "kimi_kernels.reference", *PLUMBING],
     "kimi_kernels.moe": [
         "torch",
+        "kimi_kernels._moe_cuda",
         "kimi_kernels._C",
         "kimi_kernels.reference",
         "kimi_kernels.routing",
@@ -29,7 +31,7 @@ ALLOWED = {
     "kimi_kernels.reference": ["torch", "kimi_kernels.reference"],
     "kimi_kernels.testing": ["torch", "kimi_kernels.reference", "kimi_kernels.testing"],
     "engine.types": ["engine.types"],
-    "engine.env": ["engine.types", "engine.config", "engine.env"],
+    "engine.env": ["engine.types", "engine.config", "engine.env", "kimi_kernels._env"],
     "engine.config": ["engine.types", "engine.env", "engine.config"],
     "engine.cache": ["engine.types", "engine.config", "engine.cache"],
     "engine.scheduler": ["engine.cache", "engine.types", "engine.config", "engine.scheduler"],

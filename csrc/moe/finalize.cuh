@@ -68,6 +68,10 @@ __global__ void __launch_bounds__(kThreads) finalize_kernel(const __grid_constan
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       index[j] = first + j < p.k ? row_index[first + j] : -1;
+      if (p.own_rows) {
+        const bool here = index[j] >= p.first_expert && index[j] < p.last_expert && first + j < p.k;
+        index[j] = here ? static_cast<int>(token * p.k) + first + j : -1;
+      }
       if (index[j] >= 0 && inside) row[j].load(p.rows, index[j] * p.rows_stride + column);
     }
 #pragma unroll

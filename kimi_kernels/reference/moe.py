@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -103,6 +105,37 @@ def experts(
         )
         out.index_add_(0, token, y * topk_weights.flatten()[pairs].unsqueeze(-1))
     return out
+
+
+def all_rows(
+    x: torch.Tensor,
+    offsets: list[int],
+    pairs: torch.Tensor,
+    expert_range: tuple[int, int],
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    situ: dict[str, Any],
+    first_product: torch.Tensor | None,
+) -> torch.Tensor:
+    """x [T, D] and a work list -> rows [T*k, D] of x's dtype, row token*k + j; NaN where a choice takes no part."""
+    first, last = expert_range
+    base = first if w13.num_experts == last - first else 0
+    rows = x.new_full((len(pairs), x.shape[1]), float("nan"))
+    for expert in range(first, last):
+        mine = pairs[offsets[expert - first] : offsets[expert - first + 1]].long()
+        if len(mine) == 0:
+            continue
+        dense13, dense2 = weight(w13, expert - base), weight(w2, expert - base)
+        picked = x[mine // (len(pairs) // x.shape[0])]
+        y, _ = expert_rows(picked, dense13, dense2, **situ)
+        rows[mine] = y.to(x.dtype)
+        if first_product is not None:
+            fed = picked
+            if situ["activation"] == "fp8":
+                fed = quant.fp8_groups_dequant(*quant.fp8_per_token_group(picked, X_GROUP), X_GROUP)
+            at = offsets[expert - first]
+            first_product[at : at + len(mine)] = F.linear(fed.float(), dense13).to(first_product.dtype)
+    return rows
 
 
 def finalize(
