@@ -25,6 +25,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kimi-demo-") as folder:
         model = Path(folder) / "tiny"
         subprocess.run([sys.executable, "-m", "engine", "make-tiny", str(model)], cwd=ROOT, check=True)
+        sys.path.insert(0, str(ROOT))
+        from engine.runner.operations import use_reference_where_missing
+
+        use_reference_where_missing(model)
         server = start(model)
         try:
             return chat(wait_for_url(server))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
+import torch
+
 from engine.config import ModelConfig
 from kimi_kernels import KernelUnavailableError, kernel_operations, reference_operations
 
@@ -37,3 +43,16 @@ def require_operations(config: ModelConfig) -> None:
             f"KIMI_KERNELS_REFERENCE={chosen} runs the plain-torch reference for them (slow); "
             "--device cpu runs the model on the CPU"
         )
+
+
+def use_reference_where_missing(model_dir: Path, device: str = "auto") -> None:
+    """For smoke runs and the demo, which show that everything plays together: on a GPU, set KIMI_KERNELS_REFERENCE for
+    this process and its children to the operations that have no kernel yet, unless it is set, and say so on stderr.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    if "KIMI_KERNELS_REFERENCE" not in os.environ:
+        os.environ["KIMI_KERNELS_REFERENCE"] = ",".join(missing_operations(ModelConfig.from_dir(model_dir)))
+        reference_operations.cache_clear()
+    chosen = ", ".join(sorted(reference_operations())) or "nothing"
+    print(f"on the GPU the plain-torch reference runs {chosen}; kernels run the rest", file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -60,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
             if args.max_model_len is None:  # the tiny model's own limit would claim all memory for a moment
                 args.max_model_len = SMOKE_MODEL_LEN
         if args.smoke:
-            _serve_missing_kernels(args, Path(model))
+            from engine.runner.operations import use_reference_where_missing
+
+            use_reference_where_missing(Path(model), args.device)
         start = time.monotonic()
         llm = LLM(model, progress=sys.stderr.isatty(), **_options(args))
         loaded = time.monotonic()
@@ -76,25 +77,6 @@ def run(args: argparse.Namespace) -> int:
         if args.smoke and num_tokens != SMOKE_TOKENS:
             raise ParameterError("smoke", f"expected {SMOKE_TOKENS} tokens, got {num_tokens}")
     return 0
-
-
-def _serve_missing_kernels(args: argparse.Namespace, model: Path) -> None:
-    """A smoke run shows that everything plays together, so what has no kernel yet runs the reference, and it says so.
-
-    KIMI_KERNELS_REFERENCE is left alone when it is set.
-    """
-    from engine.config import ModelConfig
-    from engine.runner import operations, runner
-    from kimi_kernels import reference_operations
-
-    if runner.choose_device(args.device).type != "cuda":
-        return
-    if "KIMI_KERNELS_REFERENCE" not in os.environ:
-        missing = operations.missing_operations(ModelConfig.from_dir(model))
-        os.environ["KIMI_KERNELS_REFERENCE"] = ",".join(missing)
-        reference_operations.cache_clear()
-    chosen = ", ".join(sorted(reference_operations())) or "nothing"
-    print(f"smoke on cuda: the plain-torch reference runs {chosen}; kernels run the rest", file=sys.stderr)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
