@@ -1,11 +1,11 @@
 // From expert ids to the work list of the grouped GEMMs: a stable counting sort, and tiles with the fullest experts
 // first.
 //
-// Pairs are cut into chunks of 8192, one block each. A warp walks its 256 pairs in order; lanes with the same expert
-// find each other with match.any, so a pair's rank among the warp's pairs of its expert is known in one pass. Prefix
-// sums over warps, chunks and experts then give its place. With one chunk (512 tokens at k = 16) that is one launch;
-// more chunks are counted by a launch before. One block beside the chunks sorts the experts by load and writes the
-// tiles.
+// Pairs are cut into chunks of 8192, one block each. A warp walks its share (at most 256) in order; lanes with the same
+// expert find each other with match.any, so a pair's rank among the warp's pairs of its expert is known in one pass.
+// Prefix sums over warps, chunks and experts then give its place. With one chunk (512 tokens at k = 16) that is one
+// launch; more chunks are counted by a launch before. One block beside the chunks sorts the experts by load and writes
+// the tiles.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -25,14 +25,21 @@ __device__ __forceinline__ int64_t live_pairs(const DispatchParams& p) {
   return live_tokens(p.num_tokens, p.tokens) * p.k;
 }
 
+// Rounds of 32 pairs that each warp walks, from the slots of a chunk: few pairs are spread over 16 warps first.
+__device__ __forceinline__ int warp_rounds(const DispatchParams& p) {
+  const int64_t slots = p.tokens * p.k;
+  return slots >= kChunkPairs / 2 ? kDispatchRounds : static_cast<int>(slots / (kChunkPairs / 2 / kDispatchRounds)) + 1;
+}
+
 // Warps that have pairs in this chunk.
-__device__ __forceinline__ int busy_warps(int64_t pairs) {
-  return static_cast<int>(pairs >= kChunkPairs ? kDispatchWarps : ceil_div<int64_t>(pairs, kWarpPairs));
+__device__ __forceinline__ int busy_warps(const DispatchParams& p, int64_t pairs) {
+  const int warps = static_cast<int>(ceil_div<int64_t>(pairs < kChunkPairs ? pairs : kChunkPairs, 32 * warp_rounds(p)));
+  return warps > 0 ? warps : 0;
 }
 
 __device__ __forceinline__ void clear_counters(const DispatchParams& p, DispatchShared& shared) {
   uint4* words = reinterpret_cast<uint4*>(warp_counters(shared));
-  const int count = kDispatchWarps * counter_pitch(p) / 8;
+  const int count = busy_warps(p, p.tokens * p.k) * counter_pitch(p) / 8;
   for (int i = threadIdx.x; i < count; i += kDispatchThreads) words[i] = make_uint4(0, 0, 0, 0);
 }
 
@@ -41,18 +48,19 @@ __device__ __forceinline__ void rank_pairs(const DispatchParams& p, int64_t begi
                                            int (&expert)[kDispatchRounds], int (&rank)[kDispatchRounds],
                                            DispatchShared& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t start = begin + warp * kWarpPairs;
+  const int rounds = warp_rounds(p);
+  const int64_t start = begin + warp * rounds * 32;
 #pragma unroll
   for (int r = 0; r < kDispatchRounds; ++r) {
     const int64_t pair = start + r * 32 + lane;
-    expert[r] = pair < end ? p.ids[pair] - p.first : -1;
+    expert[r] = r < rounds && pair < end ? p.ids[pair] - p.first : -1;
     if (expert[r] >= p.experts || expert[r] < 0) expert[r] = -1;
   }
   if (start >= end) return;
   uint16_t* mine = warp_counters(shared) + warp * counter_pitch(p);
 #pragma unroll
   for (int r = 0; r < kDispatchRounds; ++r) {
-    if (start + r * 32 >= end) break;
+    if (r >= rounds || start + r * 32 >= end) break;
     const unsigned same = __match_any_sync(kFullWarp, expert[r]);
     const int before = expert[r] >= 0 ? mine[expert[r]] : 0;
     const int among = __popc(same & ((1u << lane) - 1));
@@ -115,53 +123,69 @@ __device__ __forceinline__ void count_expert(const DispatchParams& p, int chunk,
   }
 }
 
-// Largest first over the first `count` (a power of two) keys.
-__device__ __forceinline__ void bitonic_sort(unsigned long long* keys, int count) {
+// Sorts one key a thread, largest first, over the first `count` (a power of two) threads. Partners of one warp
+// exchange by shuffle, others through two sets of `scratch` in turn: one block barrier a step.
+__device__ __forceinline__ uint32_t bitonic_sort(uint32_t key, int count, uint32_t* scratch) {
+  const int thread = threadIdx.x;
+  int set = 0;
   for (int size = 2; size <= count; size *= 2) {
     for (int stride = size / 2; stride > 0; stride /= 2) {
-      const int i = threadIdx.x, other = i ^ stride;
-      if (i < count && other > i) {
-        const unsigned long long a = keys[i], b = keys[other];
-        if ((a < b) == ((i & size) == 0)) keys[i] = b, keys[other] = a;
+      uint32_t other;
+      if (stride < 32) {
+        other = __shfl_xor_sync(kFullWarp, key, stride);
+      } else {
+        scratch[set * kMaxExperts + thread] = key;
+        __syncthreads();
+        other = scratch[set * kMaxExperts + (thread ^ stride)];
+        set ^= 1;
       }
-      __syncthreads();
+      const bool keep_larger = ((thread & size) == 0) == ((thread & stride) == 0);
+      if (thread < count) key = keep_larger ? max(key, other) : min(key, other);
     }
   }
+  return key;
 }
 
 // Tiles of all experts from their counts (a thread each) and starts: fullest expert first, ties to the lower expert.
 __device__ __forceinline__ void write_tiles(const DispatchParams& p, int count, int start, DispatchShared& shared) {
-  unsigned long long* keys = reinterpret_cast<unsigned long long*>(&shared + 1);
-  const int thread = threadIdx.x;
+  uint32_t* keys = reinterpret_cast<uint32_t*>(&shared + 1);
+  const int thread = threadIdx.x, lane = thread % 32;
   __syncthreads();  // the counters' space is taken over
-  if (thread < p.experts) shared.base[thread] = start;
+  if (thread < p.experts) shared.base[thread] = start, shared.count[thread] = count;
   const int place = scan_block(count > 0 ? 1 : 0, shared);
   const int used = shared.total;
   int slots = 1;
   while (slots < used) slots *= 2;
-  if (thread < slots && thread >= used) keys[thread] = 0;
-  if (count > 0) keys[place] = static_cast<unsigned long long>(count) << 32 | (0xffffffffu - thread);
+  // Load above expert in one word; loads that do not fit are all "most".
+  const uint32_t load = min(static_cast<uint32_t>(count), 0xffffffffu / kMaxExperts);
+  keys[thread] = 0;
   __syncthreads();
-  bitonic_sort(keys, slots);
-
-  const int sorted = thread < used ? static_cast<int>(keys[thread] >> 32) : 0;
-  const int pieces = ceil_div(sorted, p.tile_tokens);
+  if (count > 0) keys[place] = load * kMaxExperts + (kMaxExperts - 1 - thread);
+  __syncthreads();
+  const uint32_t key = keys[thread];
+  __syncthreads();
+  const uint32_t sorted = bitonic_sort(key, slots, keys);
+  const int expert = kMaxExperts - 1 - static_cast<int>(sorted % kMaxExperts);
+  const int tokens = sorted > 0 ? shared.count[expert] : 0;
+  const int pieces = ceil_div(tokens, p.tile_tokens);
+  const int size = pieces > 0 ? round_up(ceil_div(tokens, pieces), 8) : 0;
   const int first_tile = scan_block(pieces, shared);
   const int num_tiles = shared.total;
-  // A warp writes the tiles of its 32 experts one expert after the other, so that one crowded expert is no long loop.
-  const int lane = thread % 32;
-  for (int source = 0; source < 32; ++source) {
-    const int tokens = __shfl_sync(kFullWarp, sorted, source);
-    if (tokens == 0) break;
-    const int count_pieces = __shfl_sync(kFullWarp, pieces, source);
-    const int tile = __shfl_sync(kFullWarp, first_tile, source);
-    const int expert = static_cast<int>(0xffffffffu - static_cast<uint32_t>(keys[thread - lane + source]));
-    const int size = round_up(ceil_div(tokens, count_pieces), 8);
-    for (int piece = lane; piece < count_pieces; piece += 32) {
-      int32_t* row = p.tiles + static_cast<int64_t>(tile + piece) * 3;
-      row[0] = expert;
-      row[1] = shared.base[expert] + piece * size;
-      row[2] = min(size, tokens - piece * size);
+  auto write = [&](int of_expert, int of_tokens, int of_size, int of_tile, int piece) {
+    int32_t* row = p.tiles + static_cast<int64_t>(of_tile + piece) * 3;
+    row[0] = of_expert;
+    row[1] = shared.base[of_expert] + piece * of_size;
+    row[2] = min(of_size, of_tokens - piece * of_size);
+  };
+  for (int piece = 0; piece < min(pieces, kOwnPieces); ++piece) write(expert, tokens, size, first_tile, piece);
+  // Crowded experts: the warp writes their other tiles together, so that one expert is no long loop.
+  for (unsigned crowded = __ballot_sync(kFullWarp, pieces > kOwnPieces); crowded != 0; crowded &= crowded - 1) {
+    const int source = __ffs(crowded) - 1;
+    const int of_expert = __shfl_sync(kFullWarp, expert, source), of_tokens = __shfl_sync(kFullWarp, tokens, source);
+    const int of_size = __shfl_sync(kFullWarp, size, source), of_tile = __shfl_sync(kFullWarp, first_tile, source);
+    const int of_pieces = __shfl_sync(kFullWarp, pieces, source);
+    for (int piece = kOwnPieces + lane; piece < of_pieces; piece += 32) {
+      write(of_expert, of_tokens, of_size, of_tile, piece);
     }
   }
   for (int64_t i = static_cast<int64_t>(num_tiles) * 3 + thread; i < static_cast<int64_t>(p.max_tiles) * 3;
@@ -187,7 +211,7 @@ __global__ void __launch_bounds__(kDispatchThreads) count_chunks_kernel(const __
   int expert[kDispatchRounds], rank[kDispatchRounds];
   rank_pairs(p, begin, end, expert, rank, shared);
   __syncthreads();
-  const int count = scan_warps(p, shared, busy_warps(end - begin));
+  const int count = scan_warps(p, shared, busy_warps(p, end - begin));
   if (static_cast<int>(threadIdx.x) < p.experts) {
     p.chunk_counts[static_cast<int64_t>(blockIdx.x) * p.experts + threadIdx.x] = static_cast<uint16_t>(count);
   }
@@ -213,7 +237,7 @@ __global__ void __launch_bounds__(kDispatchThreads) dispatch_kernel(const __grid
   if (!tiles || p.chunks == 1) {
     rank_pairs(p, begin, end, expert, rank, shared);
     __syncthreads();
-    all = scan_warps(p, shared, busy_warps(end - begin));
+    all = scan_warps(p, shared, busy_warps(p, end - begin));
   }
   if (p.chunks > 1) count_expert(p, chunk, all, before);
   const int start = scan_block(all, shared);
@@ -233,10 +257,11 @@ __global__ void __launch_bounds__(kDispatchThreads) dispatch_kernel(const __grid
   __syncthreads();
   const int warp = thread / 32, lane = thread % 32;
   const uint16_t* mine = warp_counters(shared) + warp * counter_pitch(p);
+  const int64_t first_pair = begin + warp * warp_rounds(p) * 32 + lane;
 #pragma unroll
   for (int r = 0; r < kDispatchRounds; ++r) {
-    const int64_t pair = begin + warp * kWarpPairs + r * 32 + lane;
-    if (pair < end && expert[r] >= 0) {
+    const int64_t pair = first_pair + r * 32;
+    if (expert[r] >= 0) {
       p.pairs[shared.base[expert[r]] + mine[expert[r]] + rank[r]] = static_cast<int32_t>(pair);
     }
   }
