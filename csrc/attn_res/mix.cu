@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../common/launch.h"
 #include "mix_few.cuh"
 #include "mix_many.cuh"
@@ -16,7 +18,7 @@ int shared_limit() {
 template <int kSources>
 void launch_fast(MixParams params, cudaStream_t stream) {
   const int sms = sm_count();
-  if (params.tokens <= sms || params.width > kManyWidth) {
+  if (params.tokens * kFewTokens <= sms || params.width > kManyWidth) {
     params.split = few_split(params.tokens, params.width, sms);
     const int threads = round_up(ceil_div(params.width / params.split, kVector), 32);
     const LaunchShape shape{dim3(static_cast<unsigned>(params.tokens * params.split)), dim3(threads), 0, params.split};
@@ -25,7 +27,8 @@ void launch_fast(MixParams params, cudaStream_t stream) {
   params.stages = many_stages(params.width, shared_limit());
   params.ring_offset = static_cast<int>(many_ring_offset(params.width));
   const int threads = many_consumers(params.width) + 32;
-  const LaunchShape shape{dim3(sms), dim3(threads), many_shared_bytes(params.width, params.stages)};
+  const LaunchShape shape{dim3(static_cast<unsigned>(std::min<int64_t>(params.tokens, sms))), dim3(threads),
+                          many_shared_bytes(params.width, params.stages)};
   launch(mix_many_kernel<kSources>, shape, stream, params);
 }
 

@@ -19,6 +19,7 @@ constexpr int kManyWidth = 7680;  // 480 consumers with two vectors each: one wa
 // ---- few ----
 constexpr int kFewMaxThreads = 1024;
 constexpr int kMaxSplit = 8;
+constexpr int kFewTokens = 4;  // SMs a token from which on spreading it over a cluster is worth it
 
 // CTAs a token: as many as leave the SMs with one CTA each, while every CTA keeps whole warps of work.
 inline int few_split(int64_t tokens, int width, int sms) {
@@ -30,7 +31,7 @@ inline int few_split(int64_t tokens, int width, int sms) {
 // ---- many ----
 constexpr int kManyVectors = 2;  // a thread's vectors of one row
 constexpr int kManyMaxThreads = kManyWidth / (kVector * kManyVectors) + 32;
-constexpr int kManyMaxStages = 16;
+constexpr int kManyMaxStages = 6;  // more rows on their way cost bandwidth: 351 us with 6, 396 with 13 (8192 tokens)
 
 struct alignas(16) ManyShared {
   uint64_t full[kManyMaxStages];
