@@ -1,7 +1,8 @@
 """Builds the CUDA kernels ahead of time when nvcc is there; everything else about the package is in pyproject.toml.
 
-KIMI_KERNELS_NO_CUDA=1 skips the CUDA build. Without nvcc the package installs with the CPU reference only; a machine
-with a GPU and nvcc then builds at the first CUDA call (kimi_kernels/_build.py).
+KIMI_KERNELS_NO_CUDA=1 skips the CUDA build, KIMI_KERNELS_ARCHS chooses architectures (kimi_kernels/_env.py). Without
+nvcc the package installs with the CPU reference only; a machine with a GPU and nvcc then builds at the first CUDA call
+(kimi_kernels/_build.py).
 """
 
 import importlib.util
@@ -28,14 +29,12 @@ def load_by_path(name: str) -> ModuleType:
 
 
 sources = load_by_path("_sources")
+env = load_by_path("_env")
 build = load_by_path("_build")
 
 
 def with_kernels() -> bool:
-    choice = os.environ.get("KIMI_KERNELS_NO_CUDA", "0")
-    if choice not in ("0", "1"):
-        raise SystemExit(f"KIMI_KERNELS_NO_CUDA must be 0 or 1, got {choice!r}")
-    if choice == "1":
+    if env.get("KIMI_KERNELS_NO_CUDA"):
         print("kimi_kernels: KIMI_KERNELS_NO_CUDA=1, installing the CPU reference without CUDA kernels")
         return False
     if sources.find_nvcc() is None:
@@ -47,9 +46,10 @@ def with_kernels() -> bool:
 class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         folder = Path(self.build_temp).resolve() / "kernels"
-        jobs = int(os.environ.get("MAX_JOBS", 0)) or None
-        print(f"kimi_kernels: compiling for {', '.join(sources.ALL_ARCHS)}", flush=True)
-        module = build.compile_module(folder, sources.ALL_ARCHS, built="ahead of time", jobs=jobs)
+        jobs = int(os.environ.get("MAX_JOBS") or 0) or None
+        archs = build.chosen_archs() or sources.ALL_ARCHS
+        print(f"kimi_kernels: compiling for {', '.join(archs)}", flush=True)
+        module = build.compile_module(folder, archs, built="ahead of time", extra=build.extra_flags(), jobs=jobs)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(module, target)

@@ -1,7 +1,8 @@
 """Every environment switch of the project, with its type and meaning. A bad value is an error.
 
-``kimi_kernels`` cannot import this package, so it parses its own ``KIMI_KERNELS_*`` switches; they are declared here
-too, so that one table documents and checks them all. Reading is done on each call: no value is frozen at import.
+``kimi_kernels`` cannot import this package, so it declares its ``KIMI_KERNELS_*`` switches in ``kimi_kernels/_env.py``;
+they join the table here, so that one place documents and checks them all. Reading is done on each call: no value is
+frozen at import.
 """
 
 from __future__ import annotations
@@ -10,52 +11,15 @@ import difflib
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from kimi_kernels._env import SWITCHES as KERNEL_SWITCHES
+from kimi_kernels._env import EnvError as EnvError
+from kimi_kernels._env import Switch, Value
 
 logger = logging.getLogger(__name__)
 
 PREFIXES = ("KIMI_ENGINE_", "KIMI_KERNELS_")
 
-Value = bool | int | float | str
-
-
-class EnvError(ValueError):
-    """An environment switch with a value that its type does not allow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """One environment variable. ``minimum`` bounds numbers; ``choices`` bounds strings (compared in upper case)."""
-
-    name: str
-    type: type
-    default: Value | None
-    help: str
-    minimum: float | None = None
-    choices: tuple[str, ...] = ()
-
-    def parse(self, text: str) -> Value:
-        """The typed value of ``text``; EnvError names variable, expected and got."""
-        if self.type is bool:
-            if text.strip() in ("1", "0"):
-                return text.strip() == "1"
-            raise EnvError(f"{self.name} must be 0 or 1, got {text!r}")
-        if self.type in (int, float):
-            try:
-                number: int | float = self.type(text)
-            except ValueError:
-                raise EnvError(f"{self.name} must be {_NOUN[self.type]}, got {text!r}") from None
-            if number != number or (self.minimum is not None and number < self.minimum):
-                raise EnvError(f"{self.name} must be at least {self.minimum:g}, got {text!r}")
-            return number
-        if self.choices:
-            if text.upper() not in self.choices:
-                raise EnvError(f"{self.name} must be one of {', '.join(self.choices)}, got {text!r}")
-            return text.upper()
-        return text
-
-
-_NOUN = {int: "an integer", float: "a number"}
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 SWITCHES: dict[str, Switch] = {
@@ -66,22 +30,13 @@ SWITCHES: dict[str, Switch] = {
         Switch("KIMI_ENGINE_API_KEY", str, None, "key that HTTP clients must send, as --api-key"),
         Switch("KIMI_ENGINE_READY_TIMEOUT_S", float, 600.0, "seconds the server waits for its engine", minimum=1),
         Switch("KIMI_ENGINE_HTTP_TIMEOUT_KEEP_ALIVE", float, 5.0, "seconds an idle connection is kept", minimum=0),
-        Switch("KIMI_KERNELS_NO_CUDA", bool, False, "1 skips the CUDA build on installation"),
-        Switch(
-            "KIMI_KERNELS_REFERENCE", str, "", "1, or a comma list of operations that run the plain-torch reference"
-        ),
-        Switch("KIMI_KERNELS_CACHE", str, None, "folder for kernels built on first use"),
-        Switch("KIMI_KERNELS_NVCC_FLAGS", str, "", "flags added to every CUDA compilation"),
-        Switch("KIMI_KERNELS_PDL", bool, True, "0 turns programmatic dependent launch off"),
     )
-}
+} | KERNEL_SWITCHES
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> Value | None:
     """The typed value of a declared switch, its default when unset or empty. KeyError for an undeclared name."""
-    switch = SWITCHES[name]
-    text = (os.environ if environ is None else environ).get(name, "")
-    return switch.parse(text) if text else switch.default
+    return SWITCHES[name].read(environ)
 
 
 def check(environ: Mapping[str, str] | None = None) -> list[str]:

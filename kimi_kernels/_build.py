@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,10 @@ from pathlib import Path
 from types import ModuleType
 
 if __package__:
+    from kimi_kernels import _env as env
     from kimi_kernels import _sources as sources
-else:  # setup.py loads this file by path, with _sources.py put into sys.modules before
+else:  # setup.py loads this file by path, with the two put into sys.modules before
+    import _env as env  # type: ignore[no-redef]
     import _sources as sources  # type: ignore[no-redef]
 
 MODULE_FILE = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -48,20 +51,20 @@ def load() -> ModuleType:
 
 
 def prebuilt_path() -> Path | None:
-    """The module that was installed with the package, or None."""
+    """The module that was installed with the package; None without one, or when extra flags ask for another."""
     path = Path(__file__).resolve().parent / MODULE_FILE
-    return path if path.is_file() else None
+    return path if path.is_file() and not extra_flags() else None
 
 
 def build_info() -> dict[str, object]:
     """What the compiled module was built for, without building one: `built` is "ahead of time", "at first use" or "not
-    built", `archs` the architectures by name, `cuda` the toolkit version, `path` the file."""
+    built", `archs` the architectures by name (sm_90a ...), `cuda` the toolkit version, `path` the file."""
     path = prebuilt_path()
     if path is None:
         with contextlib.suppress(BuildError, OSError, subprocess.SubprocessError):
-            candidate = cache_root() / cache_key(_device_archs()) / MODULE_FILE
+            candidate = cache_root() / cache_key(_wanted_archs()) / MODULE_FILE
             path = candidate if candidate.is_file() else None
-    if path is None or _extra_flags():
+    if path is None:
         return {"built": "not built", "archs": [], "cuda": None, "path": None, "nvcc": sources.find_nvcc()}
     info = (_loaded or _import_file(path)).build_info()
     cuda = f"{info['cuda'] // 1000}.{info['cuda'] % 1000 // 10}"
@@ -70,7 +73,13 @@ def build_info() -> dict[str, object]:
 
 def _import_prebuilt() -> ModuleType | None:
     path = prebuilt_path()
-    return _import_file(path) if path is not None and not _extra_flags() else None
+    if path is None:
+        return None
+    module = _import_file(path)
+    built, device = module.build_info()["archs"].split(","), _device_arch()
+    if device is not None and device not in built:
+        raise BuildError(f"{path} was built for {', '.join(built)}; this device needs {device}: install again for it")
+    return module
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -91,9 +100,9 @@ def _import_file(path: Path) -> ModuleType:
 
 def cache_root() -> Path:
     """KIMI_KERNELS_CACHE, or kimi_kernels in the user's cache folder."""
-    chosen = os.environ.get("KIMI_KERNELS_CACHE")
+    chosen = env.get("KIMI_KERNELS_CACHE")
     if chosen:
-        return Path(chosen)
+        return Path(str(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi_kernels"
 
 
@@ -106,28 +115,30 @@ def cache_key(archs: tuple[str, ...]) -> str:
         digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
     nvcc = _require_nvcc()
     host = subprocess.run([_host_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
-    flags = [*sources.CUDA_FLAGS, *sources.LINK_FLAGS, *_extra_flags()]
+    flags = [*sources.CXX_FLAGS, *sources.CUDA_FLAGS, *sources.LINK_FLAGS, *extra_flags()]
     for part in (sources.nvcc_version(nvcc), host, " ".join(flags), ",".join(archs), MODULE_FILE, _pybind11_version()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
 
 def _built_module() -> Path:
-    archs = _device_archs()
+    archs = _wanted_archs()
     entry = cache_root() / cache_key(archs)
     if (entry / MODULE_FILE).is_file():
         return entry / MODULE_FILE
     entry.parent.mkdir(parents=True, exist_ok=True)
     with _file_lock(entry.with_suffix(".lock")):
         if not (entry / MODULE_FILE).is_file():  # else another process built it while this one waited
-            build = Path(tempfile.mkdtemp(prefix="build-", dir=entry.parent))
+            for left in entry.parent.glob(f"{entry.name}-*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            build = Path(tempfile.mkdtemp(prefix=f"{entry.name}-build-", dir=entry.parent))
             try:
                 print(
                     f"kimi_kernels: no prebuilt module; compiling the CUDA kernels for {', '.join(archs)} once ...",
                     file=sys.stderr,
                     flush=True,
                 )
-                module = compile_module(build, archs, built="at first use", extra=_extra_flags())
+                module = compile_module(build, archs, built="at first use", extra=extra_flags())
                 _publish(module, entry)
                 print(f"kimi_kernels: kernels compiled into {entry}", file=sys.stderr, flush=True)
             finally:
@@ -137,7 +148,7 @@ def _built_module() -> Path:
 
 def _publish(module: Path, entry: Path) -> None:
     """One atomic rename: whoever finds the entry finds it whole, also after a power cut."""
-    staged = Path(tempfile.mkdtemp(prefix="entry-", dir=entry.parent))
+    staged = Path(tempfile.mkdtemp(prefix=f"{entry.name}-new-", dir=entry.parent))
     shutil.copy2(module, staged / MODULE_FILE)
     for path in (staged / MODULE_FILE, staged):
         handle = os.open(path, os.O_RDONLY)
@@ -154,20 +165,33 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _device_archs() -> tuple[str, ...]:
-    """The architecture of the first visible device; without a device all of them."""
+def chosen_archs() -> tuple[str, ...]:
+    """KIMI_KERNELS_ARCHS in the order of ALL_ARCHS; empty when it is not set."""
+    chosen = str(env.get("KIMI_KERNELS_ARCHS") or "").split(",")
+    return tuple(arch for arch in sources.ALL_ARCHS if arch in chosen)
+
+
+def _wanted_archs() -> tuple[str, ...]:
+    """What a build at first use is for: KIMI_KERNELS_ARCHS, else the device's, without a device all of them."""
+    chosen, device = chosen_archs(), _device_arch()
+    if chosen and device is not None and device not in chosen:
+        raise BuildError(f"KIMI_KERNELS_ARCHS is {','.join(chosen)}, this device needs {device}")
+    return chosen or ((device,) if device else sources.ALL_ARCHS)
+
+
+def _device_arch() -> str | None:
+    """The architecture of the current CUDA device; None without one."""
     import torch
 
     if not torch.cuda.is_available():
-        return sources.ALL_ARCHS
+        return None
     capability = torch.cuda.get_device_capability()
-    known = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_103f"}
-    if capability not in known:
+    if capability not in sources.ARCH_OF:
         raise BuildError(
             f"no kernels for compute capability {capability[0]}.{capability[1]}; supported: "
-            + ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in known.items())
+            + ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in sources.ARCH_OF.items())
         )
-    return (known[capability],)
+    return sources.ARCH_OF[capability]
 
 
 # ---- the build ------------------------------------------------------------------------------------------------------
@@ -178,7 +202,8 @@ def compile_module(
 ) -> Path:
     """Compiles every source for `archs` with ninja in the folder `build` and links the module there. Returns its path.
 
-    Raises BuildError with the compiler's output when it fails, or when nvcc, ninja or pybind11 is missing.
+    Beside each object `NAME.o` stands `NAME.o.log`, what the compiler said (resources of each kernel among it). Raises
+    BuildError with the compiler's output when it fails, or when nvcc, ninja or pybind11 is missing.
     """
     build.mkdir(parents=True, exist_ok=True)
     (build / "build.ninja").write_text(_ninja_file(archs, built, extra or []))
@@ -187,6 +212,10 @@ def compile_module(
     if result.returncode != 0:
         raise BuildError(f"the CUDA build failed:\n{result.stdout[-8000:]}{result.stderr[-2000:]}")
     return build / MODULE_FILE
+
+
+def object_name(source: Path, root: Path) -> str:
+    return str(source.relative_to(root)).replace("/", "__") + ".o"
 
 
 def _ninja_file(archs: tuple[str, ...], built: str, extra: list[str]) -> str:
@@ -203,14 +232,15 @@ def _ninja_file(archs: tuple[str, ...], built: str, extra: list[str]) -> str:
         "  command = $nvcc $host_flags -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "rule cuda",
-        "  command = $nvcc $cuda_flags $gencode -MD -MF $out.d -c $in -o $out",
+        "  command = $nvcc $cuda_flags $gencode -MD -MF $out.d -c $in -o $out"
+        " > $out.log 2>&1 || { cat $out.log; exit 1; }",
         "  depfile = $out.d",
         "rule link",
         f"  command = $nvcc {' '.join(sources.LINK_FLAGS)} $in -o $out",
     ]
     objects = []
     for source in sources.host_sources(root) + sources.device_sources(root):
-        name = str(source.relative_to(root)).replace("/", "__") + ".o"
+        name = object_name(source, root)
         objects.append(name)
         lines.append(f"build {name}: {'cuda' if source.suffix == '.cu' else 'host'} {source}")
         if source.suffix == ".cu":
@@ -219,9 +249,9 @@ def _ninja_file(archs: tuple[str, ...], built: str, extra: list[str]) -> str:
     return "\n".join([*lines, f"default {MODULE_FILE}", ""])
 
 
-def _extra_flags() -> list[str]:
+def extra_flags() -> list[str]:
     """KIMI_KERNELS_NVCC_FLAGS: added to every compilation, and a prebuilt module is then not used."""
-    return os.environ.get("KIMI_KERNELS_NVCC_FLAGS", "").split()
+    return shlex.split(str(env.get("KIMI_KERNELS_NVCC_FLAGS")))
 
 
 def _require_nvcc() -> str:

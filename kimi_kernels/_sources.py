@@ -15,6 +15,7 @@ GENCODE = {
     "100f": ("arch=compute_100f,code=[sm_100f,sm_103f]", ("sm_100f", "sm_103f")),
 }
 ALL_ARCHS = ("sm_90a", "sm_100f", "sm_103f")
+ARCH_OF = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_103f"}  # by compute capability
 
 CXX_FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 CUDA_FLAGS = [*CXX_FLAGS, "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas", "-v"]

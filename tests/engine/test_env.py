@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_switch_that_code_reads_is_declared_and_the_other_way_round() -> None:
     files = [ROOT / "setup.py", *(p for d in ("engine", "kimi_kernels", "csrc") for p in (ROOT / d).rglob("*"))]
     used: set[str] = set()
+    declare = {"env.py", "_env.py"}
     for path in files:
-        if path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp"} and path.name != "env.py" and path.is_file():
+        if path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp"} and path.name not in declare and path.is_file():
             used |= set(re.findall(r"KIMI_(?:ENGINE|KERNELS)_[A-Z][A-Z_]*", path.read_text(encoding="utf-8")))
     assert used == set(env.SWITCHES)
 
@@ -39,6 +40,7 @@ def test_values_are_typed_and_defaults_hold() -> None:
     ("name", "value", "message"),
     [
         ("KIMI_KERNELS_PDL", "yes", "must be 0 or 1, got 'yes'"),
+        ("KIMI_KERNELS_ARCHS", "sm_90a,sm_80", "comma list of sm_90a, sm_100f, sm_103f, got 'sm_90a,sm_80'"),
         ("KIMI_ENGINE_LOG_STATS_INTERVAL", "soon", "must be a number, got 'soon'"),
         ("KIMI_ENGINE_LOG_STATS_INTERVAL", "-1", "at least 0"),
         ("KIMI_ENGINE_READY_TIMEOUT_S", "nan", "at least 1"),
