@@ -15,6 +15,9 @@ void register_kda(py::module_& m);
 namespace moe {
 void register_moe(py::module_& m);
 void register_moe_finalize(py::module_& m);
+}  // namespace moe
+namespace meta {
+void register_meta(py::module_& m);
 }
 namespace norm {
 void register_norm(py::module_& m);
@@ -40,6 +43,7 @@ PYBIND11_MODULE(_C, m) {
 
   kimi::attn_res::register_attn_res(m);
   kimi::kda::register_kda(m);
+  kimi::meta::register_meta(m);
   kimi::moe::register_moe(m);
   kimi::moe::register_moe_finalize(m);
   kimi::norm::register_norm(m);

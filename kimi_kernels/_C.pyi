@@ -45,6 +45,19 @@ def routing_dispatch(
     first: int,
     tile_tokens: int,
 ) -> None: ...
+def meta_step(
+    packed: Array,
+    token_ids: Array,
+    cu_seqlens: Array,
+    prefill_cu_seqlens: Array,
+    context_lens: Array,
+    slots: Array,
+    fresh: Array,
+    block_table: Array,
+    slot_mapping: Array,
+    num_tokens: Array,
+    block_size: int,
+) -> None: ...
 def quant_fp8_per_token_group(x: Array, values: Array, scale: Array, group: int) -> None: ...
 def quant_mxfp8(x: Array, values: Array, scale: Array) -> None: ...
 def norm_rms_gated(x: Array, gate: Array, weight: Array, out: Array, eps: float) -> None: ...

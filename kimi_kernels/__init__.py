@@ -10,7 +10,7 @@ from types import ModuleType
 
 from kimi_kernels._dispatch import KernelUnavailableError, kernel_operations, reference_operations
 
-FAMILIES = ("routing", "moe", "kda", "attn_res", "mla", "dense", "norm", "quant")
+FAMILIES = ("routing", "moe", "kda", "attn_res", "mla", "dense", "norm", "quant", "meta")
 
 __all__ = ["FAMILIES", "KernelUnavailableError", "kernel_operations", "reference_operations"]
 

@@ -35,6 +35,7 @@ OPERATIONS = frozenset(
         "quant.fp8_per_token_group",
         "quant.mxfp8",
         "quant.mxfp4_dequant",
+        "meta.step",
     )
 )
 
