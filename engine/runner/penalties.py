@@ -33,7 +33,7 @@ def apply_penalties(logits: torch.Tensor, requests: list[Request], counts: list[
     """logits [n, vocab] f32 -> a new tensor.
 
     Repetition divides positive and multiplies negative logits of ids in prompt or output; frequency subtracts once per
-    occurrence in the output, presence once per id in it.
+    occurrence in the output, presence once per id in it. Finite logits stay finite, however small the divisor.
     """
     for request, count in zip(requests, counts, strict=True):
         count.update(request)
@@ -43,7 +43,8 @@ def apply_penalties(logits: torch.Tensor, requests: list[Request], counts: list[
     def column(name: str) -> torch.Tensor:
         return torch.tensor([[getattr(r.sampling, name)] for r in requests], dtype=torch.float32, device=logits.device)
 
-    repetition = column("repetition_penalty")
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    fp32 = torch.finfo(torch.float32)
+    repetition = column("repetition_penalty").clamp(min=fp32.tiny)  # a smaller one would be 0 in fp32
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).clamp(-fp32.max, fp32.max)
     logits = torch.where(seen, repeated, logits)
     return logits - column("frequency_penalty") * output - column("presence_penalty") * (output > 0)

@@ -187,8 +187,13 @@ def _draw_cut(logits: torch.Tensor, requests: list[Request], u: torch.Tensor) ->
 
 
 def _columns(requests: list[Request], device: torch.device) -> Callable[[str], torch.Tensor]:
+    tiny = torch.finfo(
+        torch.float32
+    ).tiny  # a positive member that is smaller would become 0, and 0 means something else
+
     def column(name: str) -> torch.Tensor:
-        return torch.tensor([[getattr(r.sampling, name)] for r in requests], dtype=torch.float32, device=device)
+        values = [[v if (v := getattr(r.sampling, name)) == 0 else max(v, tiny)] for r in requests]
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
     return column
 

@@ -146,6 +146,20 @@ def test_equal_and_extreme_logits() -> None:
     assert sample(extreme, SamplingParams(temperature=0), 1) == [5]
 
 
+@pytest.mark.parametrize("value", [1e-30, 1e-46, 5e-324])
+def test_members_too_small_for_fp32_are_small_not_zero(value: float) -> None:
+    """A member that became 0 divided by it, or cut even the best id: the id drawn was then outside the vocabulary."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(3)) * 4
+    best = int(logits.argmax())
+    for members in ({"temperature": value}, {"temperature": 1.0, "top_p": value}, {"temperature": value, "top_p": 0.5}):
+        assert sample(logits, SamplingParams(**members), 8) == [best] * 8, members
+    assert max(sample(logits, SamplingParams(temperature=1.0, min_p=value), 8)) < 300
+    repeated = sample(logits, SamplingParams(temperature=1.0, repetition_penalty=value), 8)
+    positive = [i for i in (1, 2) if logits[i] > 0]  # the prompt's ids
+    assert positive
+    assert set(repeated) <= set(positive)
+
+
 @pytest.mark.parametrize(
     "members", [{}, {"top_k": 8}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.02}]
 )
