@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from tqdm import tqdm
 
@@ -15,6 +16,7 @@ from engine.core import EngineCore
 from engine.engine_config import EngineConfig
 from engine.text.output import OutputText
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.wide_tokenizer import WideTokenizer
 from engine.types import (
     EngineStats,
     FinishReason,
@@ -120,6 +122,8 @@ class LLM:
             raise ParameterError(
                 "model_dir", f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {core.vocab_size}"
             )
+        if tokenizer is not None and tokenizer.vocab_size < core.vocab_size:
+            tokenizer = WideTokenizer(tokenizer, core.vocab_size)
         self.core = core
         self.tokenizer = tokenizer
         self.eos_token_ids = core.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
@@ -141,7 +145,7 @@ class LLM:
         names, inbox, results = self._submit(prompts, sampling)
         num_tokens, start = 0, time.monotonic()
         with tqdm(total=len(names), desc="Generating", unit="seq", disable=not use_tqdm) as bar:
-            for chunk in self._chunks(names, inbox):
+            for chunk in self._news(names, inbox):
                 num_tokens += len(chunk.token_ids)
                 rate = num_tokens / max(time.monotonic() - start, 1e-9)
                 bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
@@ -153,12 +157,19 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Yield the news of each sequence as it comes; arguments as ``generate``. Closing the generator aborts."""
         names, inbox, _ = self._submit(prompts, sampling)
-        return self._chunks(names, inbox)
+        return self._news(names, inbox)
 
-    def _chunks(self, names: list[str], inbox: list[StreamChunk]) -> Iterator[StreamChunk]:
-        """Step until the requests ``names`` have ended. A step may serve requests of other calls too."""
+    def _news(self, names: list[str], inbox: list[StreamChunk]) -> Iterator[StreamChunk]:
+        """``_chunks`` past its first item: inside the ``try``, so that dropping it unread ends its requests too."""
+        chunks = self._chunks(names, inbox)
+        next(chunks)
+        return cast(Iterator[StreamChunk], chunks)
+
+    def _chunks(self, names: list[str], inbox: list[StreamChunk]) -> Iterator[StreamChunk | None]:
+        """None at once, then step until ``names`` have ended. A step may serve requests of other calls too."""
         remaining = len(names)
         try:
+            yield None
             while True:
                 news = inbox[:]
                 inbox.clear()
@@ -212,7 +223,8 @@ class LLM:
         for index in range(sampling.n):
             output = CompletionOutput(index, logprobs=None if sampling.logprobs is None else [])
             result.outputs.append(output)
-            seed = None if sampling.seed is None else sampling.seed + index
+            # in the range of a seed, all around it
+            seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
             prompt_logprobs = sampling.prompt_logprobs if index == 0 else None  # the same for every sequence
             own = dataclasses.replace(sampling, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
             request = Request(f"{request_id}-{index}", list(ids), own, self.eos_token_ids)

@@ -25,9 +25,9 @@ from engine.server.logs import bytes_text, setup_logging
 from engine.server.metrics import Metrics
 from engine.server.protocol import ServingLimits
 from engine.server.state import ServerState
-from engine.server.wide_tokenizer import WideTokenizer
 from engine.server.worker import CORE_FACTORY, EngineInfo
 from engine.text.tokenizer import TokenizerError, load_tokenizer
+from engine.text.wide_tokenizer import WideTokenizer
 from engine.types import ParameterError
 from engine.version import VERSION
 

@@ -166,6 +166,34 @@ def test_closing_a_stream_aborts_it_and_streams_may_interleave() -> None:
     assert llm.core.stats().slots_used == 0
 
 
+def test_stream_that_nobody_reads_aborts_too() -> None:
+    llm = make(b"0123456789")
+    llm.stream("a").close()
+    assert not llm.core.has_work
+    llm.stream(["a", "b"])  # dropped at once
+    assert not llm.core.has_work
+
+
+def test_ids_beyond_the_tokenizer_have_no_text() -> None:
+    llm = make(b"ab")
+    runner = llm.core.runner
+    runner.text[1:1] = [600, 512]  # type: ignore[attr-defined]
+    runner.vocab_size = 640  # type: ignore[misc]
+    llm = LLM.from_core(llm.core, BYTES)
+    (result,) = llm.generate("x", SamplingParams(max_tokens=9, stop=("ab",)), use_tqdm=False)
+    assert (result.outputs[0].text, result.outputs[0].token_ids) == ("", [97, 600, 512, 98])
+    assert result.outputs[0].stop_reason == "ab"
+
+
+def test_the_seeds_of_n_sequences_go_round_at_the_end_of_their_range() -> None:
+    llm = make(tokenizer=None)
+    seeds = []
+    add = llm.core.add
+    llm.core.add = lambda request: (seeds.append(request.sampling.seed), add(request))[1]  # type: ignore[method-assign]
+    llm.generate([1], SamplingParams(n=3, seed=2**63 - 2, temperature=1.0, max_tokens=2), use_tqdm=False)
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
+
+
 def test_error_of_a_request_is_told_in_its_output() -> None:
     llm = make(tokenizer=None)
     llm.core.runner.request_errors["1-0"] = "not finite"  # type: ignore[attr-defined]
