@@ -4,7 +4,7 @@
 
 Errors stay with their owner. A request whose logits are not finite ends alone; a step that raises ends the requests of
 that step; both give back their memory at once and the engine goes on. What is not a request's fault (broken
-accounting) is raised.
+accounting, a lost device, step after step that fails) is raised.
 """
 
 from __future__ import annotations
@@ -17,16 +17,29 @@ from engine.cache.block_pool import CacheAccountingError
 from engine.cache.manager import CacheManager
 from engine.engine_config import EngineConfig
 from engine.scheduler.scheduler import Scheduler
-from engine.types import EngineStats, ParameterError, Request, RequestUpdate, StepOutput, StepPlan
+from engine.types import (
+    EngineDeadError,
+    EngineStats,
+    ParameterError,
+    Request,
+    RequestUpdate,
+    StepOutput,
+    StepPlan,
+)
 
 if TYPE_CHECKING:
     from engine.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILED_STEPS = 32  # in a row: a request can break only its own step, so by then it is the engine that is broken
+
 
 class StepRunner(Protocol):
-    """What the core needs of a runner; ``engine.runner.runner.Runner`` is the real one."""
+    """What the core needs of a runner; ``engine.runner.runner.Runner`` is the real one.
+
+    ``execute`` may raise: EngineDeadError when it can run nothing any more, anything else when this one step failed.
+    """
 
     engine_config: EngineConfig
     eos_token_ids: frozenset[int]
@@ -52,6 +65,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.cache)
         self.max_num_tokens = min(config.max_model_len, self.cache.max_tokens)
         self._num_steps = 0
+        self._failed_steps = 0  # in a row
         self._last_step_tokens = 0
 
     @classmethod
@@ -126,7 +140,11 @@ class EngineCore:
         return known
 
     def step(self) -> list[RequestUpdate]:
-        """One forward pass. Returns the news of requests that got a token or ended; a middle chunk gives none."""
+        """One forward pass. Returns the news of requests that got a token or ended; a middle chunk gives none.
+
+        Raises EngineDeadError when the device is lost or MAX_FAILED_STEPS steps in a row failed. Interrupted (Ctrl-C),
+        the requests of the step wait to be recomputed, and the engine can be used on.
+        """
         plan = self.scheduler.schedule()
         if plan is None:
             if self.has_work:  # a silent return would make the caller spin for ever
@@ -134,10 +152,22 @@ class EngineCore:
             return []
         try:
             output = self.runner.execute(plan)
+        except EngineDeadError:
+            raise
         except Exception as error:  # whatever it was, it belongs to the requests of this step and to nobody else
             logger.exception("a step of %d requests failed", len(plan.scheduled))
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                message = (
+                    f"the last {self._failed_steps} steps all failed, at last with {type(error).__name__}: {error}"
+                )
+                raise EngineDeadError(message) from error
             updates = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        except BaseException:
+            self.scheduler.restart(plan)
+            raise
         else:
+            self._failed_steps = 0
             updates = self.scheduler.update(plan, output)
         self._num_steps += 1
         self._last_step_tokens = plan.num_tokens

@@ -23,6 +23,10 @@ class QueueFullError(RuntimeError):
     """The waiting queue is at its limit; the same request may be sent again later."""
 
 
+class EngineDeadError(RuntimeError):
+    """The engine can serve nobody any more and has to be started anew; no request is to blame."""
+
+
 class FinishReason(str, enum.Enum):
     STOP = "stop"
     LENGTH = "length"

@@ -18,7 +18,7 @@ from engine.runner import memory
 from engine.runner.inputs import prepare
 from engine.runner.operations import require_operations
 from engine.runner.sampler import Sampler
-from engine.types import ParameterError, StepOutput, StepPlan
+from engine.types import EngineDeadError, ParameterError, StepOutput, StepPlan
 from engine.weights.loader import load_model
 from kimi_kernels import reference_operations
 
@@ -116,9 +116,25 @@ class Runner:
         """One forward pass, then a token for each request whose newest token was in it.
 
         A request whose hidden state or logits are not finite gets an error instead; the others are not touched by it.
+        Raises EngineDeadError when the step failed and left the device unusable.
         """
-        hidden = self.forward(plan)
-        return self._sampler.sample(plan, hidden, self.model.logits)
+        try:
+            hidden = self.forward(plan)
+            return self._sampler.sample(plan, hidden, self.model.logits)
+        except Exception as error:
+            self._require_device(error)
+            raise
+
+    def _require_device(self, error: Exception) -> None:
+        """EngineDeadError if ``error`` has left a device that refuses everything (a fault inside a kernel does)."""
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as lost:
+            raise EngineDeadError(
+                f"the device is lost: {lost} (seen first as {type(error).__name__}: {error})"
+            ) from error
 
     def memory_table(self) -> list[tuple[str, int]]:
         """(what, bytes) of everything that stays on the device, for the start-up log."""

@@ -234,6 +234,12 @@ class Scheduler:
         live = [s.request for s in plan.scheduled if s.request.status is RequestStatus.RUNNING]
         return [self._finish(request, FinishReason.ERROR, error=message) for request in live]
 
+    def restart(self, plan: StepPlan) -> None:
+        """The step was cut off, and nobody knows what its states absorbed: its requests begin anew, as preempted."""
+        for scheduled in plan.scheduled:
+            if scheduled.request.status is RequestStatus.RUNNING:
+                self._preempt(scheduled.request)
+
     def _finish(
         self, request: Request, reason: FinishReason, *, stop_reason: int | None = None, error: str | None = None
     ) -> RequestUpdate:

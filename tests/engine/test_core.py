@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache.block_pool import CacheAccountingError
-from engine.core import EngineCore
+from engine.core import MAX_FAILED_STEPS, EngineCore
 from engine.engine_config import EngineConfig
-from engine.types import FinishReason, ParameterError, Request, RequestUpdate, SamplingParams, StepPlan
+from engine.types import (
+    EngineDeadError,
+    FinishReason,
+    ParameterError,
+    Request,
+    RequestUpdate,
+    SamplingParams,
+    StepOutput,
+    StepPlan,
+)
 from tests.engine.fake_runner import VOCAB, FakeRunner, next_token, solo_tokens
 from tests.engine.test_scheduler import collect, make_core, request, run
 
@@ -188,6 +197,68 @@ def test_step_that_raises_ends_its_requests_and_nothing_else() -> None:
         assert tokens[name] == solo_tokens(request(name, 7).prompt_token_ids, 12)
     start(core)
     assert ids(only(core, [1, 2, 3], max_tokens=3, ignore_eos=True)) == solo_tokens([1, 2, 3], 3)
+
+
+def test_step_after_step_that_fails_ends_the_engine_but_one_success_forgives() -> None:
+    core, runner = make_core()
+
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("illegal memory access")
+
+    for _ in range(2):
+        runner.before_step = fail
+        for i in range(MAX_FAILED_STEPS - 1):
+            updates = only(core, [1 + i], max_tokens=2)
+            assert [u.finish_reason for u in updates] == [FinishReason.ERROR]
+        runner.before_step = None
+        assert ids(only(core, [1, 2, 3], max_tokens=3, ignore_eos=True)) == solo_tokens([1, 2, 3], 3)
+    runner.before_step = fail
+    with pytest.raises(EngineDeadError, match=rf"last {MAX_FAILED_STEPS} steps all failed.*illegal memory access"):
+        for _ in range(MAX_FAILED_STEPS):
+            only(core, [1], max_tokens=2)
+
+
+def test_lost_device_is_told_at_once() -> None:
+    core, runner = make_core()
+
+    def lose(plan: StepPlan) -> None:
+        raise EngineDeadError("the device is lost")
+
+    runner.before_step = lose
+    core.add(request("a", 5))
+    with pytest.raises(EngineDeadError, match="the device is lost"):
+        core.step()
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_interrupted_step_is_recomputed_exactly(cut: int) -> None:
+    """Ctrl-C inside a step leaves states that absorbed tokens nobody counted; the outputs must not show it."""
+    core, runner = make_core(max_num_seqs=3, max_num_batched_tokens=16)
+    whole, calls = runner.execute, 0
+
+    def interrupted(plan: StepPlan) -> StepOutput:
+        nonlocal calls
+        calls += 1
+        output = whole(plan)
+        if calls == cut:
+            raise KeyboardInterrupt
+        return output
+
+    runner.execute = interrupted  # type: ignore[method-assign]
+    for name, length in (("a", 4), ("b", 30), ("c", 9)):
+        core.add(request(name, length, max_tokens=12))
+    tokens: dict[str, list[int]] = {}
+    interrupts = 0
+    while core.has_work:
+        try:
+            collect(tokens, core.step())
+        except KeyboardInterrupt:
+            interrupts += 1
+            core.check()
+    assert interrupts == 1
+    for name, length in (("a", 4), ("b", 30), ("c", 9)):
+        assert tokens[name] == solo_tokens(request(name, length).prompt_token_ids, 12), name
+    start(core)
 
 
 def test_error_of_one_request_stays_with_it_and_its_slot_is_clean() -> None:
