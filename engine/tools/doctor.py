@@ -17,7 +17,6 @@ from engine.version import VERSION
 REQUIRED = ("torch", "numpy", "safetensors", "tqdm", "tiktoken", "tokenizers")
 BUILD = ("pybind11", "ninja")
 SERVER = ("fastapi", "uvicorn", "prometheus-client")
-ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_103f"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +28,7 @@ def run(args: argparse.Namespace) -> int:
     missing: list[str] = []
     print(f"kimi-engine {VERSION}")
     print(f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
-    _packages(missing)
-    required_missing = bool(missing)
+    required_missing = _packages(missing)
     device_arch = _device(missing)
     archs = _compiled_module(missing, device_arch)
     _kernels(archs)
@@ -48,15 +46,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _packages(missing: list[str]) -> None:
+def _packages(missing: list[str]) -> bool:
+    """Print versions; True when a package that everything needs is missing."""
     print("\npackages")
     for package in (*REQUIRED, *BUILD, *SERVER):
         print(f"  {package:18} {_version(package) or 'not installed'}")
     for package in REQUIRED:
         if _version(package) is None:
             missing.append(f"{package}: pip install {package}")
+    required_missing = bool(missing)
     if any(_version(package) is None for package in SERVER):
         missing.append("packages of `kimi-engine serve`: pip install 'kimi-kernels[server]'")
+    return required_missing
 
 
 def _device(missing: list[str]) -> str | None:
@@ -67,6 +68,8 @@ def _device(missing: list[str]) -> str | None:
         return None
     import torch
 
+    from kimi_kernels._sources import ARCH_OF
+
     print(f"  torch built for    {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU only'}")
     if not torch.cuda.is_available():
         print("  CUDA device        none: models run on the CPU, with the plain-torch reference operations")
@@ -75,13 +78,13 @@ def _device(missing: list[str]) -> str | None:
         return None
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
-        name = ARCHITECTURES.get((p.major, p.minor), "no kernels for it")
+        name = ARCH_OF.get((p.major, p.minor), "no kernels for it")
         print(f"  cuda:{index}             {p.name}, {p.total_memory / 2**30:.1f} GiB, {p.major}.{p.minor} ({name})")
     first = torch.cuda.get_device_capability(0)
-    if first not in ARCHITECTURES:
-        known = ", ".join(f"{a}.{b} ({name})" for (a, b), name in ARCHITECTURES.items())
+    if first not in ARCH_OF:
+        known = ", ".join(f"{a}.{b} ({name})" for (a, b), name in ARCH_OF.items())
         missing.append(f"kernels for compute capability {first[0]}.{first[1]}; there are kernels for {known}")
-    return ARCHITECTURES.get(first)
+    return ARCH_OF.get(first)
 
 
 def _compiled_module(missing: list[str], device_arch: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from engine.engine_config import EngineConfig
 from engine.llm import LLM
 from engine.text.output import OutputText
 from engine.text.tokenizer import Tokenizer
+from engine.tools import doctor
 from engine.tools.doctor import kernel_state
 from engine.types import (
     FinishReason,
@@ -270,6 +272,15 @@ def test_version_and_doctor_need_no_gpu() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("torch", "nvcc", "architectures", "kda.decode_", "missing"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize(("absent", "status"), [("fastapi", 0), ("numpy", 1)])
+def test_doctor_fails_only_for_what_everything_needs(
+    absent: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == absent else "1.0")
+    assert doctor.run(argparse.Namespace(environment=False)) == status
+    assert "missing:" in capsys.readouterr().out
 
 
 def test_doctor_knows_the_compiled_function_of_each_operation() -> None:
