@@ -143,7 +143,7 @@ int64_t Tensor::numel() const {
 }
 
 void Tensor::fail(const std::string& expected, const std::string& got) const {
-  throw py::value_error(std::string(op) + ": " + name + " must have " + expected + ", got " + got);
+  throw py::value_error(std::string(op) + ": " + name + ": expected " + expected + ", got " + got);
 }
 
 const Tensor& Tensor::is(std::initializer_list<DType> dtypes) const {
@@ -152,7 +152,7 @@ const Tensor& Tensor::is(std::initializer_list<DType> dtypes) const {
   }
   std::string expected;
   for (DType allowed : dtypes) expected += (expected.empty() ? "" : " or ") + std::string(dtype_name(allowed));
-  throw py::type_error(std::string(op) + ": " + name + " must have dtype " + expected + ", got " + dtype_name(dtype));
+  fail("dtype " + expected, dtype_name(dtype));
 }
 
 const Tensor& Tensor::rank(int expected) const {
@@ -215,7 +215,7 @@ Tensor Call::tensor(const char* name, py::handle object) {
     device = source.device;
   } else {
     if (!py::hasattr(object, "__dlpack__")) {
-      throw py::type_error(std::string(op_) + ": " + name + " must be a torch tensor or a cupy array, got " +
+      throw py::type_error(std::string(op_) + ": " + name + ": expected a torch tensor or a cupy array, got " +
                            type_name(object));
     }
     auto where = object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>();
@@ -226,8 +226,7 @@ Tensor Call::tensor(const char* name, py::handle object) {
     }
   }
   if (device.type != dlpack::kCuda) {
-    throw py::value_error(std::string(op_) + ": " + name + " must be on a CUDA device, got one on " +
-                          device_name(device.type));
+    throw py::value_error(std::string(op_) + ": " + name + ": expected a CUDA device, got " + device_name(device.type));
   }
   view.device = device.id;
   if (device_ < 0) {
@@ -235,8 +234,8 @@ Tensor Call::tensor(const char* name, py::handle object) {
     first_ = object;
     api_ = api;
   } else if (device.id != device_) {
-    throw py::value_error(std::string(op_) + ": " + name + " must be on cuda:" + std::to_string(device_) +
-                          " like the other tensors, got cuda:" + std::to_string(device.id));
+    throw py::value_error(std::string(op_) + ": " + name + ": expected device cuda:" + std::to_string(device_) +
+                          ", where the other tensors are, got cuda:" + std::to_string(device.id));
   }
   return view;
 }

@@ -82,8 +82,8 @@ constexpr int kMaxDims = 6;
 constexpr int64_t kAny = -1;  // in a shape check: every size passes
 
 // A view: the caller's object keeps the memory alive during the call. Strides are in elements.
-// The checks return the tensor itself, so they chain; a failed one raises ValueError (TypeError for a dtype) that names
-// the operation, the argument, what was expected and what came.
+// The checks return the tensor itself, so they chain; a failed one raises ValueError "op: name: expected ..., got
+// ...", worded as the CPU path's (kimi_kernels/_check.py).
 struct Tensor {
   const char* op = "";
   const char* name = "";

@@ -258,10 +258,10 @@ def test_wrong_arguments_are_named() -> None:
         with pytest.raises(error, match=match):
             kda.decode_(**{**arguments, **changed})
 
-    call(TypeError, "q", q=x.q.half())
-    call(TypeError, "conv_state", conv_state=pool.conv.half())
-    call(TypeError, "slots", slots=slots.long())
-    call(TypeError, "a_log", a_log=w.a_log.double())
+    call(ValueError, "q", q=x.q.half())
+    call(ValueError, "conv_state", conv_state=pool.conv.half())
+    call(ValueError, "slots", slots=slots.long())
+    call(ValueError, "a_log", a_log=w.a_log.double())
     call(ValueError, "gate", gate=x.gate[:, :128])
     call(ValueError, "v", v=x.v.t().contiguous().t())
     call(ValueError, "slots", slots=int32(1))

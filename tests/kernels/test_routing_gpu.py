@@ -171,11 +171,11 @@ def test_one_graph_serves_fewer_tokens() -> None:
 def test_wrong_arguments_name_the_argument() -> None:
     logits, bias = torch.zeros(2, 896, device="cuda"), torch.zeros(896, device="cuda")
     for match, call in (
-        ("logits must have dtype float32", lambda: routing.topk(logits.half(), bias, 16)),
-        ("bias must have shape", lambda: routing.topk(logits, bias[:5], 16)),
+        ("logits: expected dtype float32", lambda: routing.topk(logits.half(), bias, 16)),
+        ("bias: expected shape", lambda: routing.topk(logits, bias[:5], 16)),
         ("k must be 1 to 16", lambda: routing.topk(logits, bias, 17)),
         ("num_groups must divide", lambda: routing.topk(logits, bias, 4, num_groups=5)),
-        ("bias must be on a CUDA device", lambda: routing.topk(logits, bias.cpu(), 16)),
+        ("bias: expected a CUDA device", lambda: routing.topk(logits, bias.cpu(), 16)),
     ):
-        with pytest.raises((ValueError, TypeError), match=match):
+        with pytest.raises(ValueError, match=match):
             call()
