@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
 import torch
 
-from kimi_kernels import _build, attn_res, moe, norm, quant, routing
+from kimi_kernels import _build, attn_res, meta, moe, norm, quant, routing
 from kimi_kernels.testing.compare import assert_equal
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,8 @@ def calls() -> list[tuple[str, tuple]]:
     x, weight = bf16(5, 256), bf16(256)
     fp8, scale = torch.empty(5, 256, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(5, 2, device="cuda")
     ids, weights = torch.zeros(5, 4, **i32), torch.rand(5, 4, device="cuda")
+    step = meta.pack([1], [3], [1], [[1]], [7], num_decodes=1, block_size=16).cuda()
+    buffers = meta.buffers(2, 4, 2, "cuda")
     return [
         ("norm_rms", (x, weight, torch.empty_like(x), fp8, scale, 1e-5)),
         ("norm_rms_gated", (x, x.clone(), bf16(128), torch.empty_like(x), 1e-5)),
@@ -33,6 +36,7 @@ def calls() -> list[tuple[str, tuple]]:
         ("quant_fp8_per_token_group", (x, fp8, scale, 128)),
         ("quant_mxfp8", (x, fp8, torch.empty(5, 8, device="cuda", dtype=torch.uint8))),
         ("moe_finalize", (x, ids, weights, weight, torch.empty_like(x), 1e-5)),
+        ("meta_step", (step, *(getattr(buffers, field.name) for field in fields(buffers)), 16)),
         (
             "routing_topk",
             (
