@@ -157,12 +157,10 @@ class EngineCore:
         except Exception as error:  # whatever it was, it belongs to the requests of this step and to nobody else
             logger.exception("a step of %d requests failed", len(plan.scheduled))
             self._failed_steps += 1
+            what = f"{type(error).__name__}: {error}"
             if self._failed_steps >= MAX_FAILED_STEPS:
-                message = (
-                    f"the last {self._failed_steps} steps all failed, at last with {type(error).__name__}: {error}"
-                )
-                raise EngineDeadError(message) from error
-            updates = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+                raise EngineDeadError(f"the last {self._failed_steps} steps all failed, at last with {what}") from error
+            updates = self.scheduler.fail(plan, what)
         except BaseException:
             self.scheduler.restart(plan)
             raise

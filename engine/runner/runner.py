@@ -133,7 +133,7 @@ class Runner:
             torch.cuda.synchronize(self.device)
         except RuntimeError as lost:
             raise EngineDeadError(
-                f"the device is lost: {lost} (seen first as {type(error).__name__}: {error})"
+                f"the device is lost: {lost}; first seen as {type(error).__name__}: {error}"
             ) from error
 
     def memory_table(self) -> list[tuple[str, int]]:

@@ -187,9 +187,7 @@ def _draw_cut(logits: torch.Tensor, requests: list[Request], u: torch.Tensor) ->
 
 
 def _columns(requests: list[Request], device: torch.device) -> Callable[[str], torch.Tensor]:
-    tiny = torch.finfo(
-        torch.float32
-    ).tiny  # a positive member that is smaller would become 0, and 0 means something else
+    tiny = torch.finfo(torch.float32).tiny  # a smaller member would become 0, which means something else
 
     def column(name: str) -> torch.Tensor:
         values = [[v if (v := getattr(r.sampling, name)) == 0 else max(v, tiny)] for r in requests]
