@@ -34,7 +34,7 @@ _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _WARNING = re.compile(r"\bwarning\b|\(C75\d\d\)|wgmma\S* instructions are serialized", re.IGNORECASE)
 _EXPECTED = re.compile(r"^//\s*sass\(([^)]*)\):\s*(\S+)\s*$", re.MULTILINE)
-_CODE_FOR = re.compile(r"^\s*code for (\S+)")
+_ARCH = re.compile(r"^arch = (\S+)")  # not "code for": that line says sm_100 for sm_100f
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)")
 
@@ -104,7 +104,7 @@ def parse_sass(lines: Iterable[str]) -> Sass:
     for line in lines:
         if match := _INSTRUCTION.match(line):
             opcodes.add(match[1])
-        elif match := _CODE_FOR.match(line):
+        elif match := _ARCH.match(line):
             arch = match[1]
         elif match := _FUNCTION.match(line):
             opcodes = sass.opcodes.setdefault((arch, match[1]), set())

@@ -63,7 +63,12 @@ host = linux
         /*0030*/              @UP1 QGMMA.64x8x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24 ; /* 0x0060000004187df3 */
 \t\t..........
 
-\tcode for sm_100f
+Fatbin elf code:
+================
+arch = sm_100f
+code version = [1,8]
+
+\tcode for sm_100
 \t\tFunction : _ZN4kimi4gemmE
         /*0000*/                   LDC R1, c[0x0][0x37c] ;                         /* 0x0000df00ff017b82 */
         /*10a0*/                   EXIT ;                                          /* 0x000000000000794d */
