@@ -1,3 +1,5 @@
+// sass(sm_90a, sm_100f, sm_103f): UBLKCP
+// sass(sm_90a, sm_100f, sm_103f): UCGABAR_WAIT
 #include <algorithm>
 
 #include "../common/launch.h"

@@ -1,3 +1,4 @@
+// sass(sm_90a, sm_100f, sm_103f): F2FP.SATFINITE.E4M3
 #include "../common/launch.h"
 #include "rms.cuh"
 
