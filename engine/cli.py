@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from engine import env
+from engine.types import ParameterError
 from engine.version import VERSION
 
 # command -> (module with add_arguments(parser) and run(args) -> exit status, one line of help)
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "serve" and (error.name or "").partition(".")[0] in SERVER_PACKAGES:
             return _fail(f"serve needs the package {error.name}: pip install 'kimi-kernels[server]'")
         raise
+    except ParameterError as error:
+        return _fail(str(error), 2)
     except Exception as error:
         # Our own errors and the system's are for the user; anything else is a bug and keeps its traceback.
         own = type(error).__module__.partition(".")[0] in ("engine", "kimi_kernels")
@@ -62,6 +65,6 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = 1) -> int:
     print(f"kimi-engine: error: {message}", file=sys.stderr)
-    return 1
+    return status

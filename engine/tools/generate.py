@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
             make_tiny.make(Path(scratch))
             if args.max_model_len is None:  # the tiny model's own limit would claim all memory for a moment
                 args.max_model_len = SMOKE_MODEL_LEN
+        # told before the weights are read: what is wrong with these
+        prompts, sampling = _prompts(args), _sampling(args)
         if args.smoke:
             from engine.runner.operations import use_reference_where_missing
 
@@ -65,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
         start = time.monotonic()
         llm = LLM(model, progress=sys.stderr.isatty(), **_options(args))
         loaded = time.monotonic()
-        prompts = _prompts(args, llm)
-        sampling = _sampling(args)
         num_tokens = _stream(llm, prompts, sampling) if args.stream else _generate(llm, prompts, sampling, args.json)
         done = time.monotonic()
         rate = num_tokens / max(done - loaded, 1e-9)
@@ -101,12 +101,17 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _prompts(args: argparse.Namespace, llm: LLM) -> Any:
+def _prompts(args: argparse.Namespace) -> Any:
     if args.tokens:
         try:
-            return json.loads(Path(args.tokens).read_text())
+            prompts = json.loads(Path(args.tokens).read_text())
+        except OSError as error:
+            raise ParameterError("tokens", f"cannot read {args.tokens}: {error.strerror}") from error
         except ValueError as error:
-            raise ParameterError("tokens", f"{args.tokens} must hold a JSON list of token ids: {error}") from error
+            raise ParameterError("tokens", f"{args.tokens} is not JSON: {error}") from error
+        if not isinstance(prompts, list) or not prompts:
+            raise ParameterError("tokens", f"{args.tokens} must hold a JSON list of token ids, or of such lists")
+        return prompts
     if args.prompt:
         return args.prompt
     if args.smoke:

@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
             raise ParameterError("tp", f"--tp must be 1: running on several GPUs is not implemented, got {args.tp}")
         if args.chunk_size < 1:
             raise ParameterError("chunk_size", f"--chunk-size must be at least 1, got {args.chunk_size}")
+        if not args.out.parent.is_dir():
+            raise ParameterError("out", f"--out must be in a directory that is there, got {args.out}")
         config = ModelConfig.from_dir(args.model)
         tokens = read_tokens(args.tokens, config.vocab_size)
         chunk = min(args.chunk_size, len(tokens))

@@ -68,6 +68,12 @@ def make_plan(
     for name in ("kda_num_heads", "num_attention_heads", "num_experts", "vocab_size", "moe_intermediate_size"):
         if getattr(config, name) % tp:
             raise ParameterError("tp", f"--tp must divide {name} {getattr(config, name)}, got {tp}")
+    if not 0 < utilization <= 1:
+        raise ParameterError("gpu_memory_utilization", f"--gpu-memory-utilization must be in (0, 1], got {utilization}")
+    if batched_tokens < 1:
+        raise ParameterError(
+            "max_num_batched_tokens", f"--max-num-batched-tokens must be at least 1, got {batched_tokens}"
+        )
     if not 1 <= context <= config.max_position_embeddings:
         raise ParameterError("context", f"--context must be in [1, {config.max_position_embeddings}], got {context}")
     totals: dict[str, list[int]] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cli import main
 from engine.core import EngineCore
 from engine.engine_config import EngineConfig
 from engine.llm import LLM
@@ -306,6 +307,27 @@ def test_generate_prints_ids_and_errors_are_one_line(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert (len(answer["token_ids"]), answer["finish_reason"]) == (4, "length")
     done = cli("generate", str(TINY), "--prompt", "text", *options)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "kimi-engine: error: prompt needs a tokenizer" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "ids.json", "--temperature", "5"], "temperature must be in [0, 2], got 5.0"),
+        (["--tokens", "ids.json", "--chunk-size", "0"], "chunk_size must be an integer of at least 1, got 0"),
+        (["--tokens", "absent.json"], "cannot read absent.json"),
+        (["--tokens", "broken.json"], "broken.json is not JSON"),
+        (["--tokens", "none.json"], "none.json must hold a JSON list of token ids"),
+        ([], "one of --prompt, --tokens and --smoke is required"),
+    ],
+)
+def test_wrong_options_of_generate_are_told_before_the_model_is_read(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("ids.json", "[1, 2]"), ("broken.json", "[1, 2"), ("none.json", "[]")):
+        Path(name).write_text(text)
+    assert main(["generate", "no-such-model", *arguments]) == 2
+    assert f"kimi-engine: error: {message}" in capsys.readouterr().err

@@ -91,6 +91,17 @@ def test_plan_says_whether_it_fits(
     assert 1_559_965_606_912 / tp <= p.weights < 1_559_965_606_912 / tp + 12e9
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"utilization": 7.0}, {"utilization": 0.0}, {"utilization": float("nan")}, {"batched_tokens": -5}, {"context": 0}],
+)
+def test_plan_refuses_numbers_that_no_engine_takes(options: dict) -> None:
+    with pytest.raises(ParameterError, match=str(next(iter(options.values())))):
+        plan.make_plan(
+            ModelConfig.from_dict(published_config()), **{"gpu": "b300", "tp": 8, "context": 1024, **options}
+        )
+
+
 def test_plan_refuses_a_split_that_does_not_come_out_even() -> None:
     config = ModelConfig.from_dict(published_config())
     for tp in (0, 5, 9):
