@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kFewMaxThreads) mix_few_kernel(const __grid_co
   barrier();
   float total = 0.f;
   if (lane < kSums) {
+#pragma unroll 8  // so that loads do not wait for each other
     for (int w = 0; w < warps * split; ++w) total += sums[w][lane];
   }
   const float weight = softmax_weight<kSources>(total, p.width, p.eps);

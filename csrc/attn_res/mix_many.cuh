@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(kManyMaxThreads, 1) mix_many_kernel(const __gr
     ptx::named_barrier_sync(kBarrier, consumers);
     float total = 0.f;
     if (lane < kSums) {
+#pragma unroll 8
       for (int w = 0; w < consumer_warps; ++w) total += shared.sums[parity][w][lane];
     }
     const float weight = softmax_weight<kSources>(total, p.width, p.eps);
