@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.types import ParameterError
+
+logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -93,7 +98,27 @@ class EngineConfig:
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
         """From parsed options; an option the parser does not have keeps its default."""
         given = vars(args)
-        return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+        return cls.from_options({f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """From what a user chose. Of max_num_seqs and max_num_batched_tokens the one left out fits the other."""
+        chosen = dict(options)
+        seqs, tokens = chosen.pop("max_num_seqs", None), chosen.pop("max_num_batched_tokens", None)
+        if seqs is None:
+            seqs = cls._fitted("max_num_seqs", 256, tokens, min)
+        if tokens is None:
+            tokens = cls._fitted("max_num_batched_tokens", 16384, seqs, max)
+        return cls(max_num_seqs=seqs, max_num_batched_tokens=tokens, **chosen)
+
+    @staticmethod
+    def _fitted(name: str, default: int, other: object, bound: Callable[[int, int], int]) -> int:
+        if not isinstance(other, int) or isinstance(other, bool) or other < 1:
+            return default  # the other one is refused, or left out as well
+        fitted = bound(default, other)
+        if fitted != default:
+            logger.warning("%s is %d instead of %d: a pass must hold a token of each sequence", name, fitted, default)
+        return fitted
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +133,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_argument(parser)
     group = parser.add_argument_group("engine")
     group.add_argument("--max-model-len", type=parse_size, default=None, help="prompt + output tokens; also 32k, 1M")
-    group.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once")
-    group.add_argument("--max-num-batched-tokens", type=parse_size, default=16384, help="tokens of one forward pass")
+    group.add_argument("--max-num-seqs", type=int, default=None, help="requests that run at once (default 256)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=parse_size, default=None, help="tokens of one forward pass (default 16384)"
+    )
     group.add_argument("--block-size", type=int, default=64, help="tokens of one MLA cache block")
     group.add_argument("--num-blocks", type=int, default=None, help="MLA cache blocks (default: from memory)")
     group.add_argument("--num-slots", type=int, default=None, help="KDA state slots (default: from memory)")

@@ -106,7 +106,7 @@ class LLM:
         for name in options:
             if name not in known:
                 raise ParameterError(name, f"unknown option {name!r}; options are {', '.join(sorted(known))}")
-        config = EngineConfig(**options)  # type: ignore[arg-type]
+        config = EngineConfig.from_options(options)
         tokenizer = load_tokenizer(model_dir)
         self._setup(EngineCore.from_dir(Path(model_dir), config, progress=progress), tokenizer)
 

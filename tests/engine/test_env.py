@@ -102,6 +102,31 @@ def test_every_option_has_an_argument_with_the_same_default() -> None:
     assert EngineConfig.from_args(args) == EngineConfig(max_model_len=32_000, max_num_seqs=3, check_invariants=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "seqs", "tokens", "warns"),
+    [
+        (["--max-num-batched-tokens", "100"], 100, 100, True),
+        (["--max-num-seqs", "20000"], 20000, 20000, True),
+        (["--max-num-batched-tokens", "4096"], 256, 4096, False),
+        (["--max-num-seqs", "5"], 5, 16384, False),
+        (["--max-num-seqs", "5", "--max-num-batched-tokens", "7"], 5, 7, False),
+    ],
+)
+def test_the_limit_that_was_left_out_fits_the_one_given(options, seqs, tokens, warns, caplog) -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    config = EngineConfig.from_args(parser.parse_args(options))
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+    assert bool(caplog.records) == warns
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    for options in ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, {"max_num_batched_tokens": 0}):
+        with pytest.raises(ParameterError) as error:
+            EngineConfig.from_options(options)
+        assert error.value.param == "max_num_batched_tokens"
+
+
 def test_sizes_are_read_as_vllm_does() -> None:
     assert [parse_size(t) for t in ("4096", "32k", "32K", "1m", "1M", "1.5k")] == [
         4096, 32_000, 32_768, 1_000_000, 1_048_576, 1500,
