@@ -9,7 +9,11 @@ from typing import Any
 
 from engine.engine_config import add_engine_arguments
 from engine.server.protocol import MAX_LOGPROBS
+from engine.text.chat import EFFORTS
+from engine.types import ParameterError, SamplingParams
 
+# Members of a generation config that are defaults of requests.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 REASONING_FIELDS = ("both", "reasoning_content", "reasoning")
 # Options of published K3 commands that name what this engine always does.
 NO_OPS = ("--enable-auto-tool-choice", "--trust-remote-code", "--language-model-only", "--enforce-eager")
@@ -114,6 +118,39 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(f"--max-logprobs must be between 0 and {MAX_LOGPROBS}, got {args.max_logprobs}")
     if args.api_key and not all(args.api_key):
         raise OptionError("--api-key must not be empty")
+    if args.tokenizer is not None and not Path(args.tokenizer).is_dir():
+        raise OptionError(f"--tokenizer {args.tokenizer!r} is not a directory")
+    if args.ssl_keyfile and not args.ssl_certfile:
+        raise OptionError("--ssl-keyfile needs --ssl-certfile")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        path = getattr(args, name)
+        if path is not None and not Path(path).is_file():
+            raise OptionError(f"--{name.replace('_', '-')} {path!r} is not a file")
+    _check_request_defaults(args)
+
+
+def _check_request_defaults(args: argparse.Namespace) -> None:
+    """A wrong default would otherwise turn every request that leaves the member out into a 400."""
+    for name in args.override_generation_config:
+        if name not in SAMPLING_DEFAULTS:
+            raise OptionError(f"--override-generation-config takes {', '.join(SAMPLING_DEFAULTS)}, got {name!r}")
+    try:
+        SamplingParams(**args.override_generation_config)
+    except ParameterError as error:
+        raise OptionError(f"--override-generation-config: {error}") from None
+    for name, value in args.default_chat_template_kwargs.items():
+        if name == "thinking_effort":
+            if value is not None and value not in EFFORTS:
+                raise OptionError(
+                    f"--default-chat-template-kwargs: thinking_effort must be one of "
+                    f"{', '.join(EFFORTS)}, got {value!r}"
+                )
+        elif name not in ("thinking", "enable_thinking"):
+            raise OptionError(
+                f"--default-chat-template-kwargs takes thinking, enable_thinking and thinking_effort, got {name!r}"
+            )
+        elif not isinstance(value, bool):
+            raise OptionError(f"--default-chat-template-kwargs: {name} must be true or false, got {value!r}")
 
 
 def non_default(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:

@@ -33,8 +33,6 @@ from engine.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 
 def serve(args: argparse.Namespace, *, factory: str = CORE_FACTORY) -> int:
     """Load, listen, serve until a signal. Returns the exit code. ``factory`` builds the core in the engine process."""
@@ -150,7 +148,7 @@ def _sampling_defaults(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         elif args.generation_config != "auto":
             raise OSError(f"--generation-config: {path} does not exist")
     found.update(args.override_generation_config)
-    return {name: found[name] for name in SAMPLING_DEFAULTS if found.get(name) is not None}
+    return {name: found[name] for name in options.SAMPLING_DEFAULTS if found.get(name) is not None}
 
 
 def _log_memory(info: EngineInfo) -> None:

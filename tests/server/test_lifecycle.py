@@ -248,6 +248,13 @@ def _alive(pid: str) -> bool:
         (["--max-num-seqs", "0"], 2, "max_num_seqs"),
         (["--default-chat-template-kwargs", "[]"], 2, "JSON object"),
         (["--max-model-len", "many"], 2, "token count"),
+        (["--default-chat-template-kwargs", '{"thinking_effort": "medium"}'], 2, "thinking_effort must be one of"),
+        (["--default-chat-template-kwargs", '{"thinking": "no"}'], 2, "thinking must be true or false"),
+        (["--default-chat-template-kwargs", '{"effort": "low"}'], 2, "got 'effort'"),
+        (["--override-generation-config", '{"temperature": 9}'], 2, "temperature must be in [0, 2]"),
+        (["--override-generation-config", '{"max_new_tokens": 9}'], 2, "got 'max_new_tokens'"),
+        (["--tokenizer", "/no/such/directory"], 2, "--tokenizer"),
+        (["--ssl-certfile", "/no/such/file"], 2, "--ssl-certfile"),
     ],
 )
 def test_bad_options(tmp_path, options, code, message):
