@@ -9,8 +9,9 @@ from typing import Any
 class CallParser:
     """Builds ``tool_calls`` delta items. String arguments stream as they come, other types once they are complete.
 
-    The head of a call (id, name) goes out with its first argument tag or its close, not with the call tag itself: a
-    call that is cut off right after its tag then leaves nothing behind that would have to be taken back.
+    The head (id, name) of the first call goes out with its tag: a client then knows at once that a tool is called. The
+    head of a later call waits for its first argument tag or its close, a few tokens on: a call that is cut off right
+    after its tag then leaves nothing behind that would have to be taken back.
     """
 
     def __init__(self, first_call: int = 0) -> None:
@@ -34,6 +35,8 @@ class CallParser:
         if opens and name == "call":
             self._end_call()
             self._name = attributes.get("tool") or None
+            if self.count == 0:
+                self._send_head()
         elif self._name is None:
             pass  # a call without a name is dropped with all it holds
         elif opens and name in ("argument", "json"):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from engine.server.chat_choice import join_calls
 from engine.text.chat import OutputParser
 from engine.text.chat_output import THINK_HOLD
 from tests.server.byte_tokenizer import ByteTokenizer
@@ -192,6 +193,25 @@ def test_streaming_order_of_p3():
     assert kinds == sorted(kinds, key=("reasoning_content", "tool_calls").index)
     head = next(delta for delta in deltas if "tool_calls" in delta)["tool_calls"][0]
     assert head == {"index": 0, "id": "calc_0", "type": "function", "function": {"name": "calc", "arguments": ""}}
+
+
+def test_head_of_a_call_goes_out_with_its_tag_of_a_later_one_with_its_first_argument():
+    parser = OutputParser(TOKENIZER, thinking=True, tools=TOOLS)
+    assert parser.feed(ids_of('hm{-think}}{+response}}{-response}}{+tools}}{+call tool="calc" index="1"'))
+    (head,) = parser.feed(ids_of("}}"))
+    assert head["tool_calls"][0]["function"] == {"name": "calc", "arguments": ""}
+    assert not any("id" in item for d in parser.feed(ids_of(ARG + "{-call}}")) for item in d["tool_calls"])
+    assert parser.feed(ids_of('{+call tool="calc" index="2"}}')) == []
+    head, _ = parser.feed(ids_of('{+argument key="x" type="number"}}'))
+    assert head["tool_calls"][0]["id"] == "calc_1"
+
+
+def test_call_cut_off_after_its_tag_is_left_out_of_a_whole_answer():
+    parser = OutputParser(TOKENIZER, thinking=False, tools=TOOLS)
+    deltas = parser.feed(ids_of('a{-response}}{+tools}}{+call tool="calc" index="1"}}'))
+    rest, reason = parser.finish("length")
+    assert reason == "length"
+    assert join_calls(deltas + rest, parser.unfinished_call) == []
 
 
 def test_long_string_argument_streams():
