@@ -6,6 +6,7 @@ Nothing here waits for the engine on the event loop: a thread reads the pipe, a 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import multiprocessing
 import queue
@@ -175,6 +176,8 @@ class EngineClient:
         if self.dead is None:
             self.dead = reason
             logger.critical("the engine died: %s", reason)
+        # what it held is gone with it: the gauges must not stay at their last values
+        self.stats = dataclasses.replace(self.stats, num_running=0, num_waiting=0, blocks_used=0, slots_used=0)
         generations, self._generations = self._generations, {}
         for request_id, generation in generations.items():
             generation.deliver(_error(request_id, f"the engine died: {reason}"))

@@ -215,6 +215,24 @@ def test_engine_death_is_told(fake_dir):
     for path in ("/health", "/v1/models"):
         assert httpx.get(server.url + path).status_code == 503
     assert httpx.post(server.url + "/v1/completions", json={"prompt": "x"}).status_code == 503
+    server.wait_idle(0)  # gauges do not stay at what the engine last told
+    assert server.gauge_sum("vllm:request_success_total", 'finished_reason="error"') == 1
+    assert server.stop() == 1
+
+
+def test_engine_killed_under_a_stream_ends_it_with_an_error(fake_dir):
+    server = ServerProcess(FAKE, str(fake_dir))
+    body = {"prompt": "x", "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        assert server.gauge("vllm:num_requests_running") == 1
+        for pid in subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True).stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+        *_, error, done = lines
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert done == "data: [DONE]"
+    server.wait_idle(0)
     assert server.stop() == 1
 
 
