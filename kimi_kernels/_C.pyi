@@ -111,7 +111,7 @@ def kda_commit(state: Array, conv_state: Array, records: Array, slots: Array, ac
 def kda_zero(state: Array, conv_state: Array, slots: Array) -> None: ...
 def kda_copy(state: Array, conv_state: Array, src: Array, dst: Array) -> None: ...
 def moe_plan(
-    tokens: int, top_k: int, experts: int, width: int, inner: int, format: str, activation: str
+    tokens: int, top_k: int, experts: int, total_experts: int, width: int, inner: int, format: str, activation: str
 ) -> dict[str, Any]: ...
 def moe_experts(
     x: Array,
@@ -131,6 +131,7 @@ def moe_experts(
     inner: int,
     first: int,
     last: int,
+    total_experts: int,
     weight_offset: int,
     beta: float,
     linear_beta: float,

@@ -17,8 +17,8 @@ from kimi_kernels.reference.expert_weights import ExpertWeights
 _ops.define(
     "moe_experts(Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor w13, Tensor w2, Tensor? norm_weight, "
     "Tensor pairs, Tensor tiles, Tensor num_tiles, Tensor(a!)? first_product, Tensor(b!)? out, Tensor(c!) workspace, "
-    "str format, str activation, int inner, int first, int last, int weight_offset, float beta, float linear_beta, "
-    "float eps) -> ()"
+    "str format, str activation, int inner, int first, int last, int total_experts, int weight_offset, float beta, "
+    "float linear_beta, float eps) -> ()"
 )
 
 LAYOUT = "sm90"
@@ -68,10 +68,12 @@ def unpack(w13: ExpertWeights, w2: ExpertWeights) -> tuple[torch.Tensor, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(tokens: int, top_k: int, experts: int, width: int, inner: int, fmt: str, activation: str) -> dict[str, Any]:
+def plan(
+    tokens: int, top_k: int, experts: int, total_experts: int, width: int, inner: int, fmt: str, activation: str
+) -> dict[str, Any]:
     """What a call of these shapes does: `piece_rows`, `max_tiles`, `workspace_bytes`, where `blobs`, `hidden` and
     `rows` lie in the workspace, and all that as `text`."""
-    return _ops.module().moe_plan(tokens, top_k, experts, width, inner, fmt, activation)
+    return _ops.module().moe_plan(tokens, top_k, experts, total_experts, width, inner, fmt, activation)
 
 
 def run(
@@ -80,24 +82,27 @@ def run(
     topk_weights: Any,
     w13: ExpertWeights,
     w2: ExpertWeights,
-    norm_weight: Any,
-    dispatch: Any,
-    first_product: Any,
-    out: Any,
-    workspace: Any,
     *,
+    dispatch: Any,
+    num_experts: int,
     activation: str,
     beta: float,
     linear_beta: float | None,
-    eps: float,
+    workspace: Any,
+    norm_weight: Any = None,
+    eps: float = 0.0,
+    first_product: Any = None,
+    out: Any = None,
 ) -> Any:
-    """Everything after the dispatch. Returns the workspace: without ``out`` the rows of all choices are in it."""
+    """Everything after the dispatch. Returns ``out``; without it the rows of all choices, a view of the workspace."""
     check_moe.packed(x, w13, w2, LAYOUT)
     first, last = dispatch.expert_range
-    inner, top_k = w2.cols, dispatch.pairs.shape[0] // x.shape[0]
+    inner, pairs = w2.cols, dispatch.pairs.shape[0]
+    shape = (x.shape[0], pairs // x.shape[0], last - first, num_experts, w13.cols, inner)
+    if workspace is None or out is None:
+        needed = plan(*shape, w13.format, activation)
     if workspace is None:
-        size = plan(x.shape[0], top_k, last - first, w13.cols, inner, w13.format, activation)["workspace_bytes"]
-        workspace = _ops.empty((size,), torch.uint8, x)
+        workspace = _ops.empty((needed["workspace_bytes"],), torch.uint8, x)
     check.require(linear_beta is None or linear_beta > 0, "linear_beta", "a positive number or None", linear_beta)
     _ops.call(
         "moe_experts",
@@ -118,9 +123,12 @@ def run(
         inner,
         first,
         last,
+        num_experts,
         0 if w13.num_experts == last - first else first,
         float(beta),
         float(linear_beta or 0.0),
         float(eps),
     )
-    return workspace
+    if out is not None:
+        return out
+    return workspace[needed["rows"] :][: pairs * w13.cols * 2].view(x.dtype).reshape(pairs, w13.cols)

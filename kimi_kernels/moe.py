@@ -96,7 +96,7 @@ def workspace_size(
     check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
     if use_reference("moe.experts", w13.data):
         return 0
-    shape = (num_tokens, top_k, w13.num_experts, w13.cols, w2.cols)
+    shape = (num_tokens, top_k, w13.num_experts, w13.num_experts, w13.cols, w2.cols)
     return _moe_cuda.plan(*shape, w13.format, activation)["workspace_bytes"]
 
 
@@ -114,6 +114,7 @@ def experts(
     eps: float = 1e-5,
     dispatch: Any = None,
     expert_range: tuple[int, int] | None = None,
+    num_experts: int | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -124,6 +125,7 @@ def experts(
     not looked at); topk_weights [T, k] f32; w13 [2I, D] and w2 [D, I] an expert, from a pack function. ``linear_beta``
     None leaves the up branch as it is. norm_weight [D]: RMSNorm of the complete sum with ``eps``.
     ``expert_range`` (first, last+1): ids outside are skipped; the weights may hold just that range or all experts.
+    ``num_experts``: over how many experts the ids are spread, other ranks' too (speed only; None: those held here).
     ``dispatch``: the work list of ``routing.dispatch`` for these ids; None makes it inside. ``out`` [T, D] of x's
     dtype is written and returned. ``workspace``: uint8 of ``workspace_size`` bytes; None allocates.
 
@@ -142,16 +144,16 @@ def experts(
             out = _ops.empty(tuple(x.shape), torch.bfloat16, x)
         if x.shape[0] == 0:
             return out
+        spread = num_experts or w13.num_experts
         if dispatch is None:
-            plan = _moe_cuda.plan(*topk_ids.shape, last - first, w13.cols, w2.cols, w13.format, activation)
+            plan = _moe_cuda.plan(*topk_ids.shape, last - first, spread, w13.cols, w2.cols, w13.format, activation)
             dispatch = routing.dispatch(topk_ids, last, expert_range=(first, last), tile_tokens=plan["piece_rows"])
-        check.require(
-            dispatch.expert_range == (first, last), "dispatch", f"experts {(first, last)}", dispatch.expert_range
-        )
+        made_for = dispatch.expert_range
+        check.require(made_for == (first, last), "dispatch", f"one of experts {(first, last)}", made_for)
         situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
-        scratch: dict[str, Any] = {"dispatch": dispatch, "out": out, "workspace": workspace}
-        _moe_cuda.run(x, topk_ids, topk_weights, w13, w2, norm_weight, None, eps=eps, **situ, **scratch)
-        return out
+        rest: dict[str, Any] = {"num_experts": spread, "norm_weight": norm_weight, "eps": eps, **situ}
+        weights = (topk_ids, topk_weights, w13, w2)
+        return _moe_cuda.run(x, *weights, dispatch=dispatch, workspace=workspace, out=out, **rest)
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
     tokens, width = x.shape
     check.tensor("topk_ids", topk_ids, (tokens, None), check.INT32, like=x)
@@ -201,18 +203,13 @@ def expert_rows(
     check.require(x.shape[0] > 0, "x", "at least one token", 0)
     situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
     if not use_reference("moe.experts", x):
-        first, last = check_moe.expert_range(dispatch.expert_range, w13)
-        pairs = dispatch.pairs.shape[0]
-        scratch: dict[str, Any] = {"dispatch": dispatch, "out": None, "workspace": workspace}
-        workspace = _moe_cuda.run(x, None, None, w13, w2, None, first_product, eps=0.0, **situ, **scratch)
-        top_k = pairs // x.shape[0]
-        plan = _moe_cuda.plan(x.shape[0], top_k, last - first, w13.cols, w2.cols, w13.format, activation)
-        return workspace[plan["rows"] :][: pairs * w13.cols * 2].view(x.dtype).reshape(pairs, w13.cols)
+        check_moe.expert_range(dispatch.expert_range, w13)
+        rest: dict[str, Any] = {"num_experts": w13.num_experts, "first_product": first_product, **situ}
+        return _moe_cuda.run(x, None, None, w13, w2, dispatch=dispatch, workspace=workspace, **rest)
     check_moe.packed(x, w13, w2, "plain")
-    mode = {**situ, "activation": "exact" if x.dtype == torch.float32 else activation}
-    return reference.all_rows(
-        x, dispatch.offsets.tolist(), dispatch.pairs, dispatch.expert_range, w13, w2, mode, first_product
-    )
+    settings = {**situ, "activation": "exact" if x.dtype == torch.float32 else activation}
+    work = (dispatch.offsets.tolist(), dispatch.pairs, dispatch.expert_range)
+    return reference.all_rows(x, *work, w13, w2, settings, first_product)
 
 
 def finalize(

@@ -21,10 +21,12 @@ Activation activation_form(const Call& call, const std::string& name) {
   return name == "fp8" ? Activation::kFp8 : Activation::kBf16;
 }
 
-Problem problem_of(const Call& call, int64_t tokens, int64_t top_k, int64_t experts, int64_t width, int64_t inner,
-                   const std::string& format, const std::string& activation) {
+Problem problem_of(const Call& call, int64_t tokens, int64_t top_k, int64_t experts, int64_t total_experts, int64_t width,
+                   int64_t inner, const std::string& format, const std::string& activation) {
   call.require(top_k >= 1 && top_k <= kMaxTopK, "topk_ids must have 1 to 16 columns, got " + std::to_string(top_k));
   call.require(experts >= 1 && experts <= kMaxExperts, "1 to 1024 experts, got " + std::to_string(experts));
+  call.require(total_experts >= experts, "num_experts must be at least the " + std::to_string(experts) +
+                                             " that take part, got " + std::to_string(total_experts));
   call.require(width > 0 && width % 32 == 0 && width <= kFinalizeMaxWidth,
                "x must have a multiple of 32 columns up to 8192, got " + std::to_string(width));
   call.require(inner > 0 && inner % 32 == 0, "the expert width must be a multiple of 32, got " + std::to_string(inner));
@@ -32,6 +34,7 @@ Problem problem_of(const Call& call, int64_t tokens, int64_t top_k, int64_t expe
   return Problem{tokens,
                  static_cast<int>(top_k),
                  static_cast<int>(experts),
+                 static_cast<int>(total_experts),
                  static_cast<int>(width),
                  static_cast<int>(inner),
                  weight_format(call, format),
@@ -52,10 +55,10 @@ int64_t expert_bytes(const Problem& problem, int gemm) {
                                      int64_t(k_blocks(problem, gemm)) * weight_block_bytes(problem.format));
 }
 
-py::dict plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t width, int64_t inner, const std::string& format,
-              const std::string& activation) {
+py::dict plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t total_experts, int64_t width, int64_t inner,
+              const std::string& format, const std::string& activation) {
   const Call call("moe.experts");
-  const Problem problem = problem_of(call, tokens, top_k, experts, width, inner, format, activation);
+  const Problem problem = problem_of(call, tokens, top_k, experts, total_experts, width, inner, format, activation);
   const Choice choice = choose(problem);
   const Workspace space = lay_out(problem);
   py::dict result;
@@ -95,8 +98,8 @@ void launch_gemm(const GemmParams& params, const Problem& problem, int gemm, con
 void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, py::handle w13_arg, py::handle w2_arg,
              py::handle norm_arg, py::handle pairs_arg, py::handle tiles_arg, py::handle num_tiles_arg,
              py::handle first_product_arg, py::handle out_arg, py::handle workspace_arg, const std::string& format,
-             const std::string& activation, int64_t inner, int64_t first, int64_t last, int64_t weight_offset,
-             double beta, double linear_beta, double eps) {
+             const std::string& activation, int64_t inner, int64_t first, int64_t last, int64_t total_experts,
+             int64_t weight_offset, double beta, double linear_beta, double eps) {
   Call call("moe.experts");
   const Tensor x = call.tensor("x", x_arg).is({DType::kBF16}).rank(2).row_strided().aligned(16);
   const int64_t tokens = x.shape[0], width = x.shape[1];
@@ -113,7 +116,7 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
     topk_weights.is({DType::kF32}).sizes({tokens, top_k}).contiguous();
   }
   call.require(first >= 0 && first < last, "expert_range must be first < last + 1");
-  const Problem problem = problem_of(call, tokens, top_k, last - first, width, inner, format, activation);
+  const Problem problem = problem_of(call, tokens, top_k, last - first, total_experts, width, inner, format, activation);
   call.require(beta > 0, "beta must be positive");
 
   const Tensor w13 = call.tensor("w13", w13_arg).is({DType::kU8}).rank(2).contiguous().aligned(128);
@@ -200,12 +203,12 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
 }  // namespace
 
 void register_moe(py::module_& m) {
-  m.def("moe_plan", &plan, py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("width"), py::arg("inner"),
-        py::arg("format"), py::arg("activation"));
+  m.def("moe_plan", &plan, py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("total_experts"),
+        py::arg("width"), py::arg("inner"), py::arg("format"), py::arg("activation"));
   m.def("moe_experts", &experts, py::arg("x"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("w13"),
         py::arg("w2"), py::arg("norm_weight"), py::arg("pairs"), py::arg("tiles"), py::arg("num_tiles"),
         py::arg("first_product"), py::arg("out"), py::arg("workspace"), py::arg("format"), py::arg("activation"),
-        py::arg("inner"), py::arg("first"), py::arg("last"), py::arg("weight_offset"), py::arg("beta"),
+        py::arg("inner"), py::arg("first"), py::arg("last"), py::arg("total_experts"), py::arg("weight_offset"), py::arg("beta"),
         py::arg("linear_beta"), py::arg("eps"));
 }
 

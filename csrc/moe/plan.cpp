@@ -18,7 +18,7 @@ constexpr Row kTable[] = {{6.0, TileClass::kSmall}, {20.0, TileClass::kMedium}, 
 
 Choice choose(const Problem& problem) {
   const int64_t pairs = problem.tokens * problem.top_k;
-  const double mean = static_cast<double>(pairs) / problem.experts;
+  const double mean = static_cast<double>(pairs) / problem.total_experts;
   const Row* row = kTable;
   while (mean > row->mean_rows) ++row;
   Choice choice = {};
@@ -45,7 +45,8 @@ std::string describe(const Problem& problem) {
   const char* const format = problem.format == WeightFormat::kMxfp4 ? "mxfp4" : "fp8";
   const char* const activation = problem.activation == Activation::kFp8 ? "fp8" : "bf16";
   return std::to_string(problem.tokens) + " tokens, " + std::to_string(problem.top_k) + " of " +
-         std::to_string(problem.experts) + " experts, " + std::to_string(problem.width) + " -> " +
+         std::to_string(problem.total_experts) + " experts, " +
+         std::to_string(problem.experts) + " here, " + std::to_string(problem.width) + " -> " +
          std::to_string(problem.inner) + ", " + format + " x " + activation + ": pieces of up to " +
          std::to_string(choice.piece_rows) + " rows, at most " + std::to_string(choice.max_tiles) +
          " tiles, workspace " + std::to_string(lay_out(problem).bytes) + " bytes";

@@ -13,6 +13,7 @@ struct Problem {
   int64_t tokens;
   int top_k;
   int experts;  // that take part: of expert_range
+  int total_experts;  // that the pairs are spread over: those of other ranks too
   int width;    // of x and of the result
   int inner;    // of h
   WeightFormat format;
