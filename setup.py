@@ -30,7 +30,7 @@ def load_by_path(name: str) -> ModuleType:
 
 sources = load_by_path("_sources")
 env = load_by_path("_env")
-build = load_by_path("_build")
+compiler = load_by_path("_compile")
 
 
 def with_kernels() -> bool:
@@ -47,9 +47,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         folder = Path(self.build_temp).resolve() / "kernels"
         jobs = int(os.environ.get("MAX_JOBS") or 0) or None
-        archs = build.chosen_archs() or sources.ALL_ARCHS
+        archs = compiler.chosen_archs() or sources.ALL_ARCHS
         print(f"kimi_kernels: compiling for {', '.join(archs)}", flush=True)
-        module = build.compile_module(folder, archs, built="ahead of time", extra=build.extra_flags(), jobs=jobs)
+        module = compiler.compile_module(folder, archs, built="ahead of time", extra=compiler.extra_flags(), jobs=jobs)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(module, target)

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kimi_kernels import _build, _sources  # noqa: E402
+from kimi_kernels import _compile, _sources  # noqa: E402
 
 # griddepcontrol.wait: a kernel without it could let its successor overtake its predecessor.
 WAIT = "ACQBULK"
@@ -161,7 +161,7 @@ def readable(text: str) -> str:
 def check_source(source: Path, build: Path) -> tuple[list[Kernel], list[str]]:
     """Kernels and problems of one compiled `.cu`."""
     root = _sources.csrc_dir()
-    compiled = build / _build.object_name(source, root)
+    compiled = build / _compile.object_name(source, root)
     log = Path(f"{compiled}.log").read_text(encoding="utf-8")
     archs = {arch for name in _sources.passes(source, _sources.ALL_ARCHS) for arch in _sources.GENCODE[name][1]}
     kernels = parse_resources(log)
@@ -203,8 +203,10 @@ def main() -> int:
     args = parser.parse_args()
     start = time.monotonic()
     try:
-        module = _build.compile_module(args.build.resolve(), _sources.ALL_ARCHS, built="ahead of time", jobs=args.jobs)
-    except _build.BuildError as error:
+        module = _compile.compile_module(
+            args.build.resolve(), _sources.ALL_ARCHS, built="ahead of time", jobs=args.jobs
+        )
+    except _compile.BuildError as error:
         print(error, file=sys.stderr)
         return 1
     compiled = time.monotonic()
@@ -213,7 +215,7 @@ def main() -> int:
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(lambda source: check_source(source, args.build), sources))
     for source, (kernels, found) in zip(sources, results, strict=True):
-        name = _build.object_name(source, _sources.csrc_dir())
+        name = _compile.object_name(source, _sources.csrc_dir())
         registers = max((kernel.registers for kernel in kernels), default=0)
         label = str(source.relative_to(_sources.csrc_dir()))
         print(f"{label:32} {times[name]:6.1f} s  {len(kernels):3} kernels  at most {registers:3} registers", flush=True)

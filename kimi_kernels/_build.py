@@ -1,8 +1,7 @@
-"""Finds or builds the compiled module `_C`.
+"""Finds the compiled module `_C`, or has it built.
 
 `load()` gives the module: the prebuilt one beside this file, else one built with nvcc and ninja into a cache keyed by
-sources, flags, compilers, architectures and Python ABI. `compile_module()` is the build itself, also used by setup.py,
-so this file needs the standard library only (and pybind11 and ninja when it builds).
+sources, flags, compilers, architectures and Python ABI.
 """
 
 from __future__ import annotations
@@ -13,31 +12,30 @@ import hashlib
 import importlib
 import importlib.util
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-if __package__:
-    from kimi_kernels import _env as env
-    from kimi_kernels import _sources as sources
-else:  # setup.py loads this file by path, with the two put into sys.modules before
-    import _env as env  # type: ignore[no-redef]
-    import _sources as sources  # type: ignore[no-redef]
+from kimi_kernels import _env as env
+from kimi_kernels import _sources as sources
+from kimi_kernels._compile import (
+    MODULE_FILE,
+    BuildError,
+    chosen_archs,
+    compile_module,
+    extra_flags,
+    host_compiler,
+    pybind11_version,
+    require_nvcc,
+)
 
-MODULE_FILE = "_C" + sysconfig.get_config_var("EXT_SUFFIX")
 _loaded: ModuleType | None = None
 _lock = threading.Lock()
-
-
-class BuildError(RuntimeError):
-    """The compiled module is not there and could not be built; the message says what is missing."""
 
 
 def load() -> ModuleType:
@@ -113,10 +111,10 @@ def cache_key(archs: tuple[str, ...]) -> str:
     for path in sorted(p for p in root.rglob("*") if p.suffix in {".cpp", ".cu", ".h", ".cuh"}):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    nvcc = _require_nvcc()
-    host = subprocess.run([_host_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
+    nvcc = require_nvcc()
+    host = subprocess.run([host_compiler(), "--version"], check=True, capture_output=True, text=True).stdout
     flags = [*sources.CXX_FLAGS, *sources.CUDA_FLAGS, *sources.LINK_FLAGS, *extra_flags()]
-    for part in (sources.nvcc_version(nvcc), host, " ".join(flags), ",".join(archs), MODULE_FILE, _pybind11_version()):
+    for part in (sources.nvcc_version(nvcc), host, " ".join(flags), ",".join(archs), MODULE_FILE, pybind11_version()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -165,12 +163,6 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def chosen_archs() -> tuple[str, ...]:
-    """KIMI_KERNELS_ARCHS in the order of ALL_ARCHS; empty when it is not set."""
-    chosen = str(env.get("KIMI_KERNELS_ARCHS") or "").split(",")
-    return tuple(arch for arch in sources.ALL_ARCHS if arch in chosen)
-
-
 def _wanted_archs() -> tuple[str, ...]:
     """What a build at first use is for: KIMI_KERNELS_ARCHS, else the device's, without a device all of them."""
     chosen, device = chosen_archs(), _device_arch()
@@ -192,93 +184,3 @@ def _device_arch() -> str | None:
             + ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in sources.ARCH_OF.items())
         )
     return sources.ARCH_OF[capability]
-
-
-# ---- the build ------------------------------------------------------------------------------------------------------
-
-
-def compile_module(
-    build: Path, archs: tuple[str, ...], *, built: str, extra: list[str] | None = None, jobs: int | None = None
-) -> Path:
-    """Compiles every source for `archs` with ninja in the folder `build` and links the module there. Returns its path.
-
-    Beside each object `NAME.o` stands `NAME.o.log`, what the compiler said (resources of each kernel among it). Raises
-    BuildError with the compiler's output when it fails, or when nvcc, ninja or pybind11 is missing.
-    """
-    build.mkdir(parents=True, exist_ok=True)
-    (build / "build.ninja").write_text(_ninja_file(archs, built, extra or []))
-    command = [_ninja(), "-C", str(build), *(["-j", str(jobs)] if jobs else [])]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise BuildError(f"the CUDA build failed:\n{result.stdout[-8000:]}{result.stderr[-2000:]}")
-    return build / MODULE_FILE
-
-
-def object_name(source: Path, root: Path) -> str:
-    return str(source.relative_to(root)).replace("/", "__") + ".o"
-
-
-def _ninja_file(archs: tuple[str, ...], built: str, extra: list[str]) -> str:
-    import pybind11
-
-    root = sources.csrc_dir()
-    includes = ["-I", pybind11.get_include(), "-I", sysconfig.get_paths()["include"], "-I", str(root)]
-    defines = [f"-DKIMI_ARCHS='\"{','.join(archs)}\"'", f"-DKIMI_BUILT='\"{built}\"'"]
-    lines = [
-        f"nvcc = {_require_nvcc()}",
-        f"host_flags = {' '.join([*sources.CXX_FLAGS, *includes, *defines, *extra])}",
-        f"cuda_flags = {' '.join([*sources.CUDA_FLAGS, '-I', str(root), *extra])}",
-        "rule host",
-        "  command = $nvcc $host_flags -MD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "rule cuda",
-        "  command = $nvcc $cuda_flags $gencode -MD -MF $out.d -c $in -o $out"
-        " > $out.log 2>&1 || { cat $out.log; exit 1; }",
-        "  depfile = $out.d",
-        "rule link",
-        f"  command = $nvcc {' '.join(sources.LINK_FLAGS)} $in -o $out",
-    ]
-    objects = []
-    for source in sources.host_sources(root) + sources.device_sources(root):
-        name = object_name(source, root)
-        objects.append(name)
-        lines.append(f"build {name}: {'cuda' if source.suffix == '.cu' else 'host'} {source}")
-        if source.suffix == ".cu":
-            lines.append(f"  gencode = {' '.join(sources.gencode_flags(source, archs)) or '-arch=sm_90'}")
-    lines.append(f"build {MODULE_FILE}: link {' '.join(objects)}")
-    return "\n".join([*lines, f"default {MODULE_FILE}", ""])
-
-
-def extra_flags() -> list[str]:
-    """KIMI_KERNELS_NVCC_FLAGS: added to every compilation, and a prebuilt module is then not used."""
-    return shlex.split(str(env.get("KIMI_KERNELS_NVCC_FLAGS")))
-
-
-def _require_nvcc() -> str:
-    nvcc = sources.find_nvcc()
-    if nvcc is None:
-        raise BuildError(
-            "the CUDA kernels are not built and nvcc was not found (looked at CUDA_HOME, PATH, /usr/local/cuda). "
-            "Install the CUDA toolkit 13 and call again, or install a wheel with kernels, or use CPU tensors."
-        )
-    return nvcc
-
-
-def _host_compiler() -> str:
-    return shutil.which(os.environ.get("CXX", "g++")) or _missing("g++")
-
-
-def _ninja() -> str:
-    beside = Path(sys.executable).with_name("ninja")
-    return str(beside) if beside.is_file() else shutil.which("ninja") or _missing("ninja")
-
-
-def _pybind11_version() -> str:
-    try:
-        return importlib.import_module("pybind11").__version__
-    except ImportError:
-        return _missing("pybind11")
-
-
-def _missing(tool: str) -> str:
-    raise BuildError(f"building the CUDA kernels needs {tool}, which was not found")
