@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import multiprocessing
+import os
 import queue
 import threading
 import time
@@ -47,6 +48,8 @@ class EngineClient:
         self, model_dir: Path, config: EngineConfig, *, timeout: float, level: str, factory: str = CORE_FACTORY
     ) -> EngineInfo:
         """Start the process and wait until the model is loaded. Raises EngineStartError."""
+        # Threads of the reference operations spin while they wait; on every core they would starve this process.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
         context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
