@@ -26,6 +26,7 @@ from engine.config_fields import (
 )
 
 MAX_ATTN_RES_BLOCKS = 15  # of attn_res.mix
+LOWEST_GATE_BOUND = -5.0  # the chunk form takes exp of 16 tokens' sum of gates, and exp(80) still fits fp32
 A_LOG_SIZE = 128  # as published: one value a head, the rest zeros
 
 
@@ -129,8 +130,8 @@ def _parse_text(text: Fields, top_eos: tuple[int, ...]) -> ModelConfig:
         linear.demand(name, value)
     mla_layers = _layer_lists(linear, num_layers)
     lower_bound = linear.number("gate_lower_bound", positive=False)
-    if not lower_bound < 0:
-        raise ConfigError(f"{linear.where}gate_lower_bound must be negative, got {lower_bound}")
+    if not LOWEST_GATE_BOUND <= lower_bound < 0:
+        raise ConfigError(f"{linear.where}gate_lower_bound must be in [{LOWEST_GATE_BOUND}, 0), got {lower_bound}")
     kda_heads = linear.integer("num_heads", high=A_LOG_SIZE)
     linear.finish(frozenset())
 

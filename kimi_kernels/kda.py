@@ -210,7 +210,7 @@ def prefill_(
     without tokens is left alone. ``exports`` int32 [m, 3] rows (sequence, tokens done, slot): both states as they are
     after that many tokens of this call (0 = as found, zero when fresh) are written to that slot too; slot 0 is skipped.
     An exported slot must not belong to a sequence of the call. ``plan``: from ``plan(heads, lengths)``; None plans for
-    the upper bound. Results do not depend on the other sequences of the pack.
+    the upper bound. Results do not depend on the other sequences of the pack. ``lower_bound`` is in [-5, 0).
 
     Returns [T, heads*128] of q's dtype; rows that belong to no sequence are 0. Raises ValueError naming the argument.
     """
@@ -219,6 +219,7 @@ def prefill_(
     x = check_kda.inputs(q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, lower_bound, eps)
     check_kda.states(x, state, conv_state)
     check_kda.sequences(q, state, slots, None, fresh, num_tokens)
+    check.require(lower_bound >= reference_prefill.LOWEST_BOUND, "lower_bound", "at least -5", lower_bound)
     lengths = check_kda.cu_seqlens(q, slots, cu_seqlens)
     if plan is not None:
         given = (plan.heads, plan.lengths)

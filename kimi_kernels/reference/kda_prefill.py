@@ -16,6 +16,7 @@ from kimi_kernels.reference import kda
 from kimi_kernels.reference.kda import DIM, TAPS, Inputs, Tokens
 
 CHUNK = 16
+LOWEST_BOUND = -5.0  # of g: see above
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ W = Q + "config_groups.group_0.weights."
         (L + "head_dim", 64),
         (L + "short_conv_kernel_size", 3),
         (L + "gate_lower_bound", 5.0),
+        (L + "gate_lower_bound", 0),
+        (L + "gate_lower_bound", -5.5),
         (L + "full_attn_layers", [2]),
         (L + "full_attn_layers", [3, 4]),
         (L + "kda_layers", [1, 2]),
