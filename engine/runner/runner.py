@@ -193,9 +193,12 @@ def _end_tokens(model_dir: Path, vocab_size: int) -> frozenset[int]:
     value = _read_object(generation).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     table = _read_object(tokenizer)
-    for token_id, token in table.get("added_tokens_decoder", {}).items():
-        if token.get("content") == table.get("eos_token"):
-            ids = [*ids, int(token_id)]
+    try:
+        for token_id, token in table.get("added_tokens_decoder", {}).items():
+            if token.get("content") == table.get("eos_token"):
+                ids = [*ids, int(token_id)]
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"{tokenizer}: added_tokens_decoder must map ids to objects ({error})") from error
     if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
         raise ConfigError(f"{model_dir}: end token ids must be below the vocabulary's {vocab_size}, got {ids!r}")
     return frozenset(ids)

@@ -127,7 +127,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             tensors = {
                 name: StoredTensor(
                     file, 8 + length + t["data_offsets"][0], t["data_offsets"][1] - t["data_offsets"][0],
-                    tuple(t["shape"]), t["dtype"],
+                    tuple(t["shape"]), str(t["dtype"]),
                 )
                 for name, t in header.items()
             }  # fmt: skip

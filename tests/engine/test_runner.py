@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from engine.config import ModelConfig
+from engine.config import ConfigError, ModelConfig
 from engine.engine_config import EngineConfig
 from engine.runner import operations
 from engine.runner.runner import Runner, choose_device
@@ -149,6 +151,19 @@ def test_end_tokens_come_from_both_configs(tmp_path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [254, 253]}')
     assert Runner.from_dir(tmp_path, EngineConfig(device="cpu"), progress=False).eos_token_ids == {253, 254}
     assert tiny_runner().eos_token_ids == {254}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [[], {"254": "x"}, {"a": {"content": "[EOS]"}}, {"999": {"content": "[EOS]"}}, {"-1": {"content": "[EOS]"}}],
+)
+def test_a_tokenizer_config_with_nonsense_is_a_clear_error(tmp_path, table: object) -> None:
+    for file in TINY.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = {"eos_token": "[EOS]", "added_tokens_decoder": table}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"added_tokens_decoder|end token ids"):
+        Runner.from_dir(tmp_path, EngineConfig(device="cpu"), progress=False)
 
 
 def test_greedy_takes_the_lower_id_of_equals(runner: Runner) -> None:

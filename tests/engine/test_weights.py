@@ -176,6 +176,26 @@ def test_a_shard_that_is_no_safetensors_file(checkpoint: Path) -> None:
     assert "header cannot be read" in str(fail(checkpoint))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": []}, {"dtype": "F8_E8M0"}, {"shape": ["a"]}, {"shape": None}, {"shape": [-1, -2]},
+        {"data_offsets": [-8, 4]}, {"data_offsets": [10, 2]}, {"data_offsets": ["a", "b"]}, {"data_offsets": []},
+    ],
+)  # fmt: skip
+def test_a_header_with_nonsense_is_one_clear_error(checkpoint: Path, change: dict) -> None:
+    shard = checkpoint / "model-00001-of-000002.safetensors"
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(n for n in header if n != "__metadata__")
+    header[name].update(change)
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    (problem,) = fail(checkpoint).problems
+    assert name in problem or shard.name in problem
+
+
 def test_an_index_without_a_weight_map(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     (problem,) = fail(checkpoint).problems
