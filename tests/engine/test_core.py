@@ -66,6 +66,7 @@ def test_end_token_stop_id_and_ignore_eos() -> None:
         ("stop id", {"ignore_eos": True, "stop_token_ids": (tokens[2],)}, FinishReason.STOP, tokens[2], 3),
         ("min_tokens", {"min_tokens": 5}, FinishReason.LENGTH, None, 6),
         ("reached", {"min_tokens": 3}, FinishReason.STOP, None, 4),
+        ("not yet reached", {"min_tokens": 4}, FinishReason.LENGTH, None, 6),
     ):
         core, runner = make_core()
         runner.eos_token_ids = frozenset({tokens[3]})

@@ -187,6 +187,16 @@ def test_fcfs_ignores_priority_and_priority_obeys_it() -> None:
         assert [plan[0][0] for plan in runner.plans] == expected
 
 
+def test_the_arrival_counts_not_the_order_of_adding() -> None:
+    core, runner = make_core(max_num_seqs=1)
+    for name, arrival in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
+        one = request(name, 3, max_tokens=1)
+        one.arrival_time = arrival
+        core.add(one)
+    run(core)
+    assert [plan[0][0] for plan in runner.plans] == ["b", "c", "a"]
+
+
 def test_victim_is_the_lowest_priority_then_the_latest() -> None:
     for policy, victim in (("fcfs", "c"), ("priority", "b")):
         core, _ = make_core(num_blocks=6, scheduling_policy=policy)
