@@ -59,7 +59,7 @@ class ChatAnswer:
                 choice = self._choices[index]
                 if choice.done:
                     continue
-                self._usage.add(update)
+                self._usage.add(update, len(update.token_ids))
                 piece = choice.feed(update)
                 if choice.stopped_here:
                     self.job.end_choice(index)

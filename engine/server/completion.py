@@ -12,8 +12,7 @@ from engine.server.logprobs import CompletionLogprobs
 from engine.server.protocol import CompletionRequest, parse_completion
 from engine.server.state import ServerState
 from engine.server.usage import Usage
-from engine.text.detokenize import IncrementalDetokenizer
-from engine.text.stop import StopMatcher
+from engine.text.output import OutputText
 from engine.text.tokenizer import Tokenizer
 from engine.types import FinishReason, RequestUpdate, SamplingParams
 
@@ -37,10 +36,10 @@ class CompletionChoice:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._echo = prompt
-        self._text = None if tokenizer is None else IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens)
-        self._stop = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+        self._text = OutputText(tokenizer, sampling)
         self._logprobs = CompletionLogprobs(tokenizer) if sampling.logprobs is not None else None
         self._ids: list[int] = []
+        self.num_tokens = 0  # of the last update: those behind a stop string do not count
         self.done = False
         self.stopped_here = False  # by a stop string, while the engine would go on
 
@@ -49,25 +48,20 @@ class CompletionChoice:
         if self._echo is not None:
             self._add_prompt(self._echo, update)
             self._echo = None
-        self._ids += update.token_ids
+        new = self._text.feed(update.token_ids, update.finish_reason)
+        text += new.text
+        self.num_tokens = new.num_tokens
+        self._ids += update.token_ids[: new.num_tokens]
         if self._logprobs is not None:
-            for entry in update.logprobs:
+            for entry in update.logprobs[: new.num_tokens]:
                 self._logprobs.add(entry.token_id, entry, hidden=self._is_hidden(entry.token_id))
         reason: str | None = None if update.finish_reason is None else update.finish_reason.value
         stop_reason = update.stop_reason
-        if self._text is not None:
-            new = self._text.feed(update.token_ids)
-            if update.finish_reason is not None:
-                new += self._text.finish()
-            released, stop = self._stop.feed(new)
-            if stop is not None:
-                self.stopped_here = update.finish_reason is None
-                reason, stop_reason = FinishReason.STOP.value, stop
-            elif update.finish_reason is not None:
-                released += self._stop.flush()
-            text += released
+        if new.stop is not None:
+            self.stopped_here = update.finish_reason is None
+            reason, stop_reason = FinishReason.STOP.value, new.stop
         self.done = reason is not None
-        if not text and not self.done and self._text is not None:
+        if not text and not self.done and self._tokenizer is not None:
             return None
         ids, self._ids = self._ids, []
         return Piece(text, self._logprobs.take() if self._logprobs else None, ids, reason, stop_reason)
@@ -126,8 +120,8 @@ class CompletionAnswer:
                 choice = self._choices[index]
                 if choice.done:
                     continue
-                self._usage.add(update)
                 piece = choice.feed(update, self._echo_texts[index // self._options.sampling.n])
+                self._usage.add(update, choice.num_tokens)
                 if choice.stopped_here:
                     self.job.end_choice(index)
                 if piece is not None:
@@ -144,8 +138,10 @@ class CompletionAnswer:
                 choice = self._choice(index, piece)
                 if self._options.return_token_ids and index not in started:
                     choice["prompt_token_ids"] = self._prompts[index // self._options.sampling.n]
-                started.add(index)
                 chunk = {**self._head, "choices": [choice]}
+                if self._options.return_token_ids and not started:
+                    chunk["prompt_token_ids"] = self._prompt_ids()
+                started.add(index)
                 if self._options.continuous_usage:
                     chunk["usage"] = self._usage.as_json()
                 chunks.append(chunk)
@@ -164,8 +160,11 @@ class CompletionAnswer:
         if self._options.return_token_ids:
             for index, choice in enumerate(choices):
                 choice["prompt_token_ids"] = self._prompts[index // self._options.sampling.n]
-            answer["prompt_token_ids"] = self._prompts[0] if len(self._prompts) == 1 else self._prompts
+            answer["prompt_token_ids"] = self._prompt_ids()
         return answer
+
+    def _prompt_ids(self) -> list[int] | list[list[int]]:
+        return self._prompts[0] if len(self._prompts) == 1 else self._prompts
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -17,8 +17,8 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def add(self, update: RequestUpdate) -> None:
-        self.completion_tokens += len(update.token_ids)
+    def add(self, update: RequestUpdate, num_tokens: int) -> None:
+        self.completion_tokens += num_tokens
         self.cached_tokens = max(self.cached_tokens, update.num_cached_tokens)
 
     def as_json(self) -> dict[str, Any]:

@@ -153,7 +153,35 @@ def test_token_ids_are_returned(server):
     assert events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
     assert [i for choice in choices for i in choice["token_ids"]] == [*b"hi", 258]
-    assert choices[0]["prompt_token_ids"] == list(b"<<hi>>")
+    assert choices[0]["prompt_token_ids"] == json.loads(events[0])["prompt_token_ids"] == list(b"<<hi>>")
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_events_are_framed_to_the_byte(server, route):
+    body = {"prompt": "ab", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 20, "stream": True}
+    response = httpx.post(f"{server.url}/v1/{route}", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = response.content.split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    for event in events:
+        assert b"\n" not in event
+        assert json.loads(event.removeprefix(b"data: "))["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_token_gives_no_text_and_min_tokens_holds_for_stop_strings(server, client, stream):
+    def ask(**extra):
+        answer = client.completions.create(
+            model="k3", prompt="<<hello hello>>", max_tokens=20, stream=stream, extra_body=extra
+        )
+        pieces = list(answer) if stream else [answer]
+        last = pieces[-1].choices[0]
+        return "".join(piece.choices[0].text for piece in pieces), last.finish_reason, last.model_extra["stop_reason"]
+
+    assert ask(stop_token_ids=[ord("l")]) == ("he", "stop", ord("l"))
+    assert ask(stop_token_ids=[ord("l")], include_stop_str_in_output=True) == ("hel", "stop", ord("l"))
+    assert ask(stop=["el"]) == ("h", "stop", "el")
+    assert ask(stop=["el"], min_tokens=4) == ("hello h", "stop", "el")
 
 
 def test_prompt_fills_the_context(client, server):
