@@ -227,7 +227,8 @@ def test_engine_killed_under_a_stream_ends_it_with_an_error(fake_dir):
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         assert server.gauge("vllm:num_requests_running") == 1
-        for pid in subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True).stdout.split():
+        found = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True).stdout
+        for pid in found.split():
             os.kill(int(pid), signal.SIGKILL)
         *_, error, done = lines
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
