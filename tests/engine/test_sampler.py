@@ -23,10 +23,15 @@ def make(name: str, output: list[int] | None = None, prompt: tuple[int, ...] = (
     return r
 
 
-def sample(sampler: Sampler, requests: list[Request], logits: torch.Tensor) -> StepOutput:
-    """One step in which each request has one token, whose hidden state is its row of logits."""
+def sample(sampler: Sampler, requests: list[Request], logits: torch.Tensor, *, hidden: bool = True) -> StepOutput:
+    """One step in which each request has one token; its hidden state is its row of logits, or the row's number."""
     scheduled = [ScheduledRequest(r, r.num_tokens - 1, 1, True) for r in requests]
-    return sampler.sample(StepPlan(scheduled, len(scheduled), len(scheduled)), logits, lambda rows: rows)
+    plan = StepPlan(scheduled, len(scheduled), len(scheduled))
+    if hidden:
+        return sampler.sample(plan, logits, lambda rows: rows)
+    return sampler.sample(
+        plan, torch.arange(len(logits), dtype=torch.float32)[:, None], lambda x: logits[x[:, 0].long()]
+    )
 
 
 def tokens(requests: list[Request], logits: torch.Tensor, seed: int = 0) -> list[int]:
@@ -79,6 +84,20 @@ def test_equal_logits_at_the_border_of_top_k_keep_the_lower_ids() -> None:
     counts = many(torch.zeros(VOCAB), 400, top_k=4)
     assert counts[:4].sum() == 400
     assert (counts[:4] > 0).all()
+
+
+def test_top_p_keeps_no_id_beyond_the_one_that_reaches_it() -> None:
+    counts = many(torch.zeros(4), 200, top_p=0.5)  # four times 0.25 exactly
+    assert (counts > 0).tolist() == [True, True, False, False]
+
+
+def test_a_tail_of_unlikely_ids_is_not_lost_to_rounding() -> None:
+    """163,839 ids of 1e-8 beside one of 1: a running sum in fp32 would stand still at 1."""
+    logits = torch.full((1, 163_840), math.log(1e-8))
+    logits[0, 0] = 0
+    tail = 163_839e-8 / (1 + 163_839e-8)
+    assert draw(logits, [make("a")], np.array([1 - 1.01 * tail])).item() == 0
+    assert draw(logits, [make("a")], np.array([1 - 0.5 * tail])).item() == pytest.approx(81_920, abs=100)
 
 
 def test_greedy_takes_the_lower_of_equal_ids_and_ignores_the_seed() -> None:
@@ -196,12 +215,14 @@ def test_min_tokens_bans_end_and_stop_ids_until_it_is_reached() -> None:
     assert output.tokens.keys() == {"c"}
 
 
+@pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
+def test_a_row_that_is_not_finite_fails_alone(bad: float, hidden: bool) -> None:
+    """Whether it is seen in the hidden state already, or in the logits alone."""
     logits = LOGITS.repeat(3, 1)
     logits[1, 4] = bad
     batch = [make("a", seed=1), make("b", seed=1, logprobs=2), make("c", temperature=0, logprobs=2)]
-    output = sample(Sampler(VOCAB, 0, CPU), batch, logits)
+    output = sample(Sampler(VOCAB, 0, CPU), batch, logits, hidden=hidden)
     assert output.errors.keys() == {"b"}
     assert output.tokens["a"].token_id == tokens([batch[0]], LOGITS[None])[0]
     assert output.tokens["c"].token_id == 6
