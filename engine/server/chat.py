@@ -59,8 +59,8 @@ class ChatAnswer:
                 choice = self._choices[index]
                 if choice.done:
                     continue
-                self._usage.add(update, len(update.token_ids))
                 piece = choice.feed(update)
+                self._usage.add(update, choice.num_tokens)
                 if choice.stopped_here:
                     self.job.end_choice(index)
                 if piece is not None:

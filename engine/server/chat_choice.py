@@ -46,15 +46,19 @@ class ChatChoice:
         self._piece = Piece()
         self._stop_seen: str | None = None
         self._first_call_only = not request.parallel_tool_calls
+        self._min_tokens = sampling.min_tokens
+        self._hides_stop_id = not sampling.include_stop_str_in_output
+        self._num_seen = 0
+        self.num_tokens = 0  # of the last update: those behind a stop string do not count
         self.done = False
         self.stopped_here = False
 
     def feed(self, update: RequestUpdate) -> Piece | None:
         piece = self._piece
-        piece.token_ids += update.token_ids
+        self.num_tokens = self._feed_ids(update, piece.deltas)
+        piece.token_ids += update.token_ids[: self.num_tokens]
         if self._num_top is not None:
-            piece.logprobs += chat_logprobs(self._tokenizer, update.logprobs, self._num_top)
-        self._filter(self.parser.feed(update.token_ids), piece.deltas)
+            piece.logprobs += chat_logprobs(self._tokenizer, update.logprobs[: self.num_tokens], self._num_top)
         if update.finish_reason is not None and self._stop_seen is None:
             # a stop id of the request's own may come anywhere: what is open then is cut off, not complete
             cut = update.finish_reason is FinishReason.LENGTH or update.stop_reason is not None
@@ -73,6 +77,19 @@ class ChatChoice:
         self._piece = Piece()
         return piece
 
+    def _feed_ids(self, update: RequestUpdate, out: list[dict[str, Any]]) -> int:
+        """How many ids count: all, or those up to the one that completed a stop string."""
+        ids = update.token_ids
+        for index, token in enumerate(ids):
+            self._num_seen += 1
+            # a stop id of the request's own shows no text; the end token must reach the parser, it ends a channel
+            if update.stop_reason is not None and self._hides_stop_id and index == len(ids) - 1:
+                continue
+            self._filter(self.parser.feed([token]), out)
+            if self._stop_seen is not None:
+                return index + 1
+        return len(ids)
+
     def _filter(self, deltas: list[dict[str, Any]], out: list[dict[str, Any]]) -> None:
         for delta in deltas:
             if self._stop_seen is not None:
@@ -81,7 +98,9 @@ class ChatChoice:
             if name != self._channel:
                 self._flush(out)
                 self._channel = name
-            if name in self._stops:
+            if name in self._stops and self._num_seen <= self._min_tokens:
+                _add_text(out, name, delta[name])
+            elif name in self._stops:
                 text, self._stop_seen = self._stops[name].feed(delta[name])
                 _add_text(out, name, text)
             elif not (self._first_call_only and delta["tool_calls"][0]["index"] > 0):

@@ -246,3 +246,27 @@ def test_metrics_names(server):
         "vllm:iteration_tokens_total_bucket",
     ):  # fmt: skip
         assert f"{name}{{" in text, name
+
+
+def test_stop_token_gives_no_text_and_min_tokens_holds_for_stop_strings(server):
+    script = "<<a{-think}}{+response}}hello hello>>"
+
+    def ask(**extra):
+        body = {"messages": [{"role": "user", "content": script}], "max_tokens": 60, **extra}
+        whole = httpx.post(server.url + "/v1/chat/completions", json=body).json()["choices"][0]
+        chunks = stream(server, body)
+        assert total(chunks, "content") == whole["message"]["content"]
+        return whole["message"]["content"], whole["finish_reason"], whole["stop_reason"]
+
+    first = len(b"a" + b"cthinks" + b"oresponses" + b"hello")  # a marker is two ids and its name
+    assert ask(stop_token_ids=[ord("l")]) == ("he", "stop", ord("l"))
+    assert ask(stop_token_ids=[ord("l")], include_stop_str_in_output=True) == ("hel", "stop", ord("l"))
+    assert ask(stop=["el"]) == ("h", "stop", "el")
+    assert ask(stop=["el"], min_tokens=first) == ("hello h", "stop", "el")
+
+
+def test_request_id_of_the_client_comes_back(server):
+    body = {"messages": [{"role": "user", "content": "<<a>>"}], "stream": True}
+    for path, json_body in (("/v1/chat/completions", body), ("/v1/chat/completions", {})):
+        response = httpx.post(server.url + path, json=json_body, headers={"X-Request-Id": "mine-1"})
+        assert response.headers["x-request-id"] == "mine-1"
