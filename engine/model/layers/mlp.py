@@ -9,11 +9,10 @@ from engine.model.layers.linear import Linear
 
 
 def situ(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
-    """beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta), in fp32, rounded once to gate's dtype."""
-    g, u = gate.float(), up.float()
+    """beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta), fp32 in and out."""
     if linear_beta is not None:
-        u = linear_beta * torch.tanh(u / linear_beta)
-    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(gate.dtype)
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
 
 
 class MLP(nn.Module):
@@ -26,5 +25,6 @@ class MLP(nn.Module):
         self.down = Linear(hidden_size, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(situ(gate, up, self.beta, self.linear_beta))
+        """[T, H] -> [T, H]. SiTU takes the product unrounded: fewer roundings tip fewer near ties of a router."""
+        gate, up = self.gate_up(x, torch.float32).chunk(2, dim=-1)
+        return self.down(situ(gate, up, self.beta, self.linear_beta).to(x.dtype))
