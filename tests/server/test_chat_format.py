@@ -194,3 +194,12 @@ def test_tokenizer_without_control_tokens_is_a_clear_error():
     segments = render(parse_messages([{"role": "user", "content": "q"}]), ChatOptions())
     with pytest.raises(ParameterError, match=r"no <\|open\|> token"):
         encode_segments(Plain(), segments)
+
+
+def test_first_call_wins_when_ids_repeat():
+    calls = [{"id": "same", "type": "function", "function": {"name": name}} for name in ("first", "second")]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "same", "content": "x"},
+    ]
+    assert parse_messages(messages)[1].tool_name == "first"

@@ -354,3 +354,8 @@ def test_text_after_an_ignored_end_is_content():
     ids = ids_of("long enough to be shown{-think}}{+response}}a{-response}}{-message}}<|end_of_msg|>b[EOS]c")
     deltas = [delta for i in ids for delta in parser.feed([i])] + parser.finish("length")[0]
     assert collect(deltas)[:2] == ("long enough to be shown", "abc")
+
+
+def test_escaped_escapes_stay_one_level_escaped():
+    ids = ids_of('{-think}}{+tools}}{+call tool="a&amp;quot;b" index="1"}}{-call}}{-tools}}')
+    assert parse(ids, [])[2] == [("a&quot;b", "{}")]
