@@ -7,7 +7,8 @@ group 8); block columns as (half 2, quad lane 4, step 2, element 8). For w13 row
 of the same column.
 
 mxfp4: a header of 256 bytes a tile (base exponent of each row, then the flag "wide"), then per block 8192 bytes of
-words and 512 of scales. A row's scales are stored less its base, 0..14; in a wide tile, where a row's scales spread
+words and 512 of scales. A row's scales are stored less its base, 0..14, times 8
+(the offset of a table entry); in a wide tile, where a row's scales spread
 over more than 14 binades, they are stored as they are. fp8: 16384 bytes of values and two f32 scales, padded to 128
 bytes. Rows and columns are filled up to 128 with zeros (w13: 64 gate and 64 up rows a tile, an even number of tiles).
 """
@@ -67,7 +68,7 @@ def pack_mxfp4(data: torch.Tensor, scale: torch.Tensor, parts: int, out: torch.T
     wide = (spread > MAX_SPREAD).any(-1)  # [E, m]
     bases = _by_tile(base.unsqueeze(-1), order, 1).view(experts, m, TILE)
     raw = _by_tile(scale, order, 4 * k_blocks).view(experts, m, TILE, 4 * k_blocks)
-    stored = torch.where(wide[:, :, None, None], raw, raw - torch.minimum(raw, bases.unsqueeze(-1)))
+    stored = torch.where(wide[:, :, None, None], raw, 8 * (raw - torch.minimum(raw, bases.unsqueeze(-1))))
 
     tile = out.view(experts, m, MXFP4_HEADER + k_blocks * MXFP4_BLOCK)
     tile[:, :, :TILE] = bases
@@ -109,7 +110,7 @@ def unpack_mxfp4(packed: torch.Tensor, rows: int, cols: int, parts: int) -> tupl
         data[..., n // 2] |= code.to(torch.uint8)
     stored = body[..., TILE * TILE // 2 :].contiguous().view(experts, m, k_blocks, 2, 4, 8, 2, 2, 2)
     stored = stored.permute(0, 1, 3, 4, 7, 5, 2, 8, 6).reshape(experts, m, TILE, 4 * k_blocks)
-    raw = torch.where(wide[:, :, None, None], stored, stored + bases.unsqueeze(-1))
+    raw = torch.where(wide[:, :, None, None], stored, stored // 8 + bases.unsqueeze(-1))
     return (
         _by_row(data.view(experts, m * TILE, -1), order, rows)[..., : cols // 2],
         _by_row(raw.view(experts, m * TILE, -1), order, rows)[..., : cols // 32],

@@ -146,6 +146,8 @@ def experts(
             return out
         spread = num_experts or w13.num_experts
         if dispatch is None:
+            form = str(topk_ids.dtype).rsplit(".", 1)[-1]
+            check.require(form == "int32", "topk_ids", "dtype int32", form)
             plan = _moe_cuda.plan(*topk_ids.shape, last - first, spread, w13.cols, w2.cols, w13.format, activation)
             dispatch = routing.dispatch(topk_ids, last, expert_range=(first, last), tile_tokens=plan["piece_rows"])
         made_for = dispatch.expert_range

@@ -21,8 +21,8 @@ Activation activation_form(const Call& call, const std::string& name) {
   return name == "fp8" ? Activation::kFp8 : Activation::kBf16;
 }
 
-Problem problem_of(const Call& call, int64_t tokens, int64_t top_k, int64_t experts, int64_t total_experts, int64_t width,
-                   int64_t inner, const std::string& format, const std::string& activation) {
+Problem problem_of(const Call& call, int64_t tokens, int64_t top_k, int64_t experts, int64_t total_experts,
+                   int64_t width, int64_t inner, const std::string& format, const std::string& activation) {
   call.require(top_k >= 1 && top_k <= kMaxTopK, "topk_ids must have 1 to 16 columns, got " + std::to_string(top_k));
   call.require(experts >= 1 && experts <= kMaxExperts, "1 to 1024 experts, got " + std::to_string(experts));
   call.require(total_experts >= experts, "num_experts must be at least the " + std::to_string(experts) +
@@ -51,8 +51,8 @@ int k_blocks(const Problem& problem, int gemm) {
 }
 
 int64_t expert_bytes(const Problem& problem, int gemm) {
-  return row_tiles(problem, gemm) * (weight_header_bytes(problem.format) +
-                                     int64_t(k_blocks(problem, gemm)) * weight_block_bytes(problem.format));
+  return row_tiles(problem, gemm) *
+         (weight_header_bytes(problem.format) + int64_t(k_blocks(problem, gemm)) * weight_block_bytes(problem.format));
 }
 
 py::dict plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t total_experts, int64_t width, int64_t inner,
@@ -116,7 +116,8 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
     topk_weights.is({DType::kF32}).sizes({tokens, top_k}).contiguous();
   }
   call.require(first >= 0 && first < last, "expert_range must be first < last + 1");
-  const Problem problem = problem_of(call, tokens, top_k, last - first, total_experts, width, inner, format, activation);
+  const Problem problem =
+      problem_of(call, tokens, top_k, last - first, total_experts, width, inner, format, activation);
   call.require(beta > 0, "beta must be positive");
 
   const Tensor w13 = call.tensor("w13", w13_arg).is({DType::kU8}).rank(2).contiguous().aligned(128);
@@ -208,8 +209,8 @@ void register_moe(py::module_& m) {
   m.def("moe_experts", &experts, py::arg("x"), py::arg("topk_ids"), py::arg("topk_weights"), py::arg("w13"),
         py::arg("w2"), py::arg("norm_weight"), py::arg("pairs"), py::arg("tiles"), py::arg("num_tiles"),
         py::arg("first_product"), py::arg("out"), py::arg("workspace"), py::arg("format"), py::arg("activation"),
-        py::arg("inner"), py::arg("first"), py::arg("last"), py::arg("total_experts"), py::arg("weight_offset"), py::arg("beta"),
-        py::arg("linear_beta"), py::arg("eps"));
+        py::arg("inner"), py::arg("first"), py::arg("last"), py::arg("total_experts"), py::arg("weight_offset"),
+        py::arg("beta"), py::arg("linear_beta"), py::arg("eps"));
 }
 
 }  // namespace kimi::moe

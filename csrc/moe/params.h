@@ -1,9 +1,9 @@
 // Arguments of the expert kernels, and the layouts of what passes between them.
 //
-// Rows: the (token, choice) pairs sorted by expert, as routing.dispatch makes them. Its tiles are runs of rows of one expert;
-// the kernels take them in pieces of at most `max_rows`, stored padded to a multiple of 8 rows. Activations are kept as the
-// GEMMs read them: for each piece and block of 128 columns one contiguous blob of `padded rows` times `row_bytes`, so that
-// a stage of the pipeline is one bulk copy.
+// Rows: the (token, choice) pairs sorted by expert, as routing.dispatch makes them. Its tiles are runs of rows of one
+// expert; the kernels take them in pieces of at most `max_rows`, stored padded to a multiple of 8 rows. Activations are
+// kept as the GEMMs read them: for each piece and block of 128 columns one contiguous blob of `padded rows` times
+// `row_bytes`, so that a stage of the pipeline is one bulk copy.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,13 +16,13 @@ namespace kimi::moe {
 enum class WeightFormat : int { kMxfp4 = 0, kFp8 = 1 };
 enum class Activation : int { kFp8 = 0, kBf16 = 1 };
 
-constexpr int kTileRows = 128;    // weight rows of a tile: the M of the swapped product
+constexpr int kTileRows = 128;      // weight rows of a tile: the M of the swapped product
 constexpr int kBlockColumns = 128;  // K of a block
 constexpr int kMaxExperts = 1024;
 
 // Bytes of one weight tile and block, and of the header before a tile's first block.
 constexpr int kMxfp4BlockBytes = kTileRows * kBlockColumns / 2 + kTileRows * 4;
-constexpr int kMxfp4HeaderBytes = 256;  // a base exponent a row, then the flag "wide"
+constexpr int kMxfp4HeaderBytes = 256;                           // a base exponent a row, then the flag "wide"
 constexpr int kFp8BlockBytes = kTileRows * kBlockColumns + 128;  // the values, then two f32 scales
 
 constexpr int weight_block_bytes(WeightFormat format) {

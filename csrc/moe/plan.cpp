@@ -45,11 +45,10 @@ std::string describe(const Problem& problem) {
   const char* const format = problem.format == WeightFormat::kMxfp4 ? "mxfp4" : "fp8";
   const char* const activation = problem.activation == Activation::kFp8 ? "fp8" : "bf16";
   return std::to_string(problem.tokens) + " tokens, " + std::to_string(problem.top_k) + " of " +
-         std::to_string(problem.total_experts) + " experts, " +
-         std::to_string(problem.experts) + " here, " + std::to_string(problem.width) + " -> " +
-         std::to_string(problem.inner) + ", " + format + " x " + activation + ": pieces of up to " +
-         std::to_string(choice.piece_rows) + " rows, at most " + std::to_string(choice.max_tiles) +
-         " tiles, workspace " + std::to_string(lay_out(problem).bytes) + " bytes";
+         std::to_string(problem.total_experts) + " experts, " + std::to_string(problem.experts) + " here, " +
+         std::to_string(problem.width) + " -> " + std::to_string(problem.inner) + ", " + format + " x " + activation +
+         ": pieces of up to " + std::to_string(choice.piece_rows) + " rows, at most " +
+         std::to_string(choice.max_tiles) + " tiles, workspace " + std::to_string(lay_out(problem).bytes) + " bytes";
 }
 
 }  // namespace kimi::moe

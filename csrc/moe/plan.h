@@ -12,10 +12,10 @@ namespace kimi::moe {
 struct Problem {
   int64_t tokens;
   int top_k;
-  int experts;  // that take part: of expert_range
+  int experts;        // that take part: of expert_range
   int total_experts;  // that the pairs are spread over: those of other ranks too
-  int width;    // of x and of the result
-  int inner;    // of h
+  int width;          // of x and of the result
+  int inner;          // of h
   WeightFormat format;
   Activation activation;
 };
@@ -23,7 +23,8 @@ struct Problem {
 // Sizes of pieces that the GEMMs are built for.
 enum class TileClass : int { kSmall = 0, kMedium = 1, kLarge = 2 };
 
-// The most rows of a piece. FP8 weights x BF16 keeps fp32 parts and sums and twice the weight registers: 160 would spill.
+// The most rows of a piece. FP8 weights x BF16 keeps fp32 parts and sums and twice the weight registers: 160 would
+// spill.
 constexpr int piece_rows(TileClass tiles, WeightFormat format, Activation activation) {
   if (tiles != TileClass::kLarge) return tiles == TileClass::kSmall ? 16 : 32;
   return format == WeightFormat::kFp8 && activation == Activation::kBf16 ? 128 : 160;

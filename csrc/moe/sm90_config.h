@@ -1,4 +1,5 @@
-// Tile shapes of the sm_90a expert GEMM and its shared-memory plan. See README.md for the measurements behind the choice.
+// Tile shapes of the sm_90a expert GEMM and its shared-memory plan. See README.md for the measurements behind the
+// choice.
 #pragma once
 
 #include "../common/math.h"
@@ -8,10 +9,14 @@ namespace kimi::moe {
 
 constexpr int kConsumerWarpgroups = 2;  // 64 weight rows each
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
-constexpr int kGemmThreads = kConsumerThreads + 128;  // and a producer warpgroup, of which one thread works
 constexpr int kConsumerBarrier = 1;
 
-// kMaxRows: the largest piece (N).
+// When the next block's weights are decoded. kAfterwards: once this block is multiplied (its packed words are read
+// before); kMeanwhile: while it is multiplied, into a second set of registers; kMeanwhileFetched: and its words were
+// read a block earlier. The more registers, the less latency stands in the way of a warp.
+enum class Decode { kAfterwards, kMeanwhile, kMeanwhileFetched };
+
+// kMaxRows: the largest piece (N). kCtas: CTAs an SM.
 template <WeightFormat kFormat_, Activation kActivation_, int kGemm_, int kMaxRows_, int kStages_, int kCtas_>
 struct GemmConfig {
   static constexpr WeightFormat kFormat = kFormat_;
@@ -21,7 +26,10 @@ struct GemmConfig {
   static constexpr int kStages = kStages_;
   static constexpr int kCtas = kCtas_;
   static constexpr bool kFp8 = kActivation == Activation::kFp8;
-  // Registers move from the producers to the consumers; a CTA starts with 384 times 168 (one a SM) or 80 (two).
+  // One or two CTAs: registers move from a producer warpgroup to the consumers; a CTA starts with 384 times 168 or 80.
+  // With three no thread may have more than 72 anyway, and a producer warp is enough.
+  static constexpr bool kMoveRegisters = kCtas <= 2;
+  static constexpr int kThreads = kConsumerThreads + (kMoveRegisters ? 128 : 32);
   static constexpr int kConsumerRegisters = kCtas == 1 ? 232 : 96;
   static constexpr int kProducerRegisters = kCtas == 1 ? 40 : 48;
 
@@ -32,9 +40,12 @@ struct GemmConfig {
   // products are summed in short accumulators; BF16 x MXFP4 needs neither, its row scales wait until the end.
   static constexpr int kPromotions = kFp8 ? kGemm : kFormat == WeightFormat::kFp8 ? 1 : 0;
 
-  // Up to this N the registers hold two blocks of decoded weights, so that decoding hides behind the products. BF16 takes
-  // twice the registers, and ptxas spills some of them whatever N is: there the other warpgroup's products hide it.
-  static constexpr int kDecodeAheadRows = !kFp8 ? 0 : kCtas == 2 ? 32 : 160;
+  // BF16 weights take twice the registers, and ptxas spills some of them whatever N is when there are two sets.
+  static constexpr Decode decode(int rows) {
+    if (!kFp8 || kCtas > 2) return Decode::kAfterwards;
+    if (kCtas == 2 && kFormat == WeightFormat::kMxfp4 && rows <= 16) return Decode::kMeanwhileFetched;
+    return Decode::kMeanwhile;
+  }
 
   // A stage: activations, then weights (the header is there in a tile's first block only, but its place is kept).
   static constexpr int kWeightOffset = round_up(kMaxRows * kRowBytes, 128);

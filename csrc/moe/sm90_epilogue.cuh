@@ -12,7 +12,8 @@ namespace kimi::moe {
 __device__ __forceinline__ float tanh_f32(float v) {
   const float square = v * v, magnitude = fabsf(v);
   const float series =
-      v * fmaf(square, fmaf(square, fmaf(square, fmaf(square, 62.f / 2835.f, -17.f / 315.f), 2.f / 15.f), -1.f / 3.f), 1.f);
+      v *
+      fmaf(square, fmaf(square, fmaf(square, fmaf(square, 62.f / 2835.f, -17.f / 315.f), 2.f / 15.f), -1.f / 3.f), 1.f);
   const float e = exp2f(-2.f * kLog2E * magnitude);
   const float full = copysignf(__fdividef(1.f - e, 1.f + e), v);
   return magnitude < 0.25f ? series : full;
@@ -86,8 +87,8 @@ __device__ __forceinline__ void store_hidden(const GemmParams& p, const Piece& p
       const int row = 8 * (i / 2) + 2 * t + i % 2;
       const float4 low = *reinterpret_cast<const float4*>(maxima + row * 8);
       const float4 high = *reinterpret_cast<const float4*>(maxima + row * 8 + 4);
-      const float largest = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)),
-                                  fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
+      const float largest =
+          fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
       const float scale = __fdiv_rn(fmaxf(largest, 1e-10f), kE4M3Max);
       staged[row * Config::kHiddenStride + position] =
           __nv_cvt_float_to_fp8(h[i] * __frcp_rn(scale), __NV_SATFINITE, __NV_E4M3);
@@ -114,7 +115,8 @@ __device__ __forceinline__ void store_hidden(const GemmParams& p, const Piece& p
     *reinterpret_cast<uint4*>(half + row * 128 + (((first_chunk + chunk) ^ (row & 7)) << 4)) =
         *reinterpret_cast<const uint4*>(staged + row * Config::kHiddenStride + chunk * 16);
   }
-  // The next tile's maxima and staged rows lie behind its first barrier, except its maxima, which nobody reads any more.
+  // The next tile's maxima and staged rows lie behind its first barrier, except its maxima, which nobody reads any
+  // more.
   if constexpr (!kFp8) ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
 }
 

@@ -1,21 +1,30 @@
-#include "sm90_gather.cuh"
-
 #include <algorithm>
 
 #include "../common/launch.h"
 #include "launch.h"
+#include "sm90_gather.cuh"
 
 namespace kimi::moe {
 
+namespace {
+
+template <Activation kActivation, int kRows>
+void launch_rows(const GatherParams& params, int64_t max_tiles, cudaStream_t stream) {
+  const int threads = std::min(kGatherThreads, round_up(params.k_blocks * (kBlockColumns / 8), 32));
+  const int most = 8 * sm_count();  // blocks: two waves or so
+  const int blocks = static_cast<int>(std::min<int64_t>(max_tiles, most));
+  const int rows = std::clamp(most / std::max(blocks, 1), 1, std::min(ceil_div(params.work.max_rows, kRows), 64));
+  launch(gather_kernel<kActivation, kRows>, LaunchShape{dim3(blocks, rows), dim3(threads)}, stream, params);
+}
+
+}  // namespace
+
 void launch_gather(const GatherParams& params, Activation activation, int64_t max_tiles, cudaStream_t stream) {
-  const int threads = std::min(512, round_up(params.k_blocks * (kBlockColumns / 8), 32));
-  const int blocks = static_cast<int>(std::min<int64_t>(max_tiles, 8 * sm_count()));
-  const int rows = std::clamp(8 * sm_count() / std::max(blocks, 1), 1, std::min(params.work.max_rows, 64));
-  const LaunchShape shape{dim3(blocks, rows), dim3(threads)};
+  const bool many = params.work.max_rows > 16;
   if (activation == Activation::kFp8) {
-    launch(gather_kernel<Activation::kFp8>, shape, stream, params);
+    (many ? launch_rows<Activation::kFp8, 4> : launch_rows<Activation::kFp8, 1>)(params, max_tiles, stream);
   } else {
-    launch(gather_kernel<Activation::kBf16>, shape, stream, params);
+    (many ? launch_rows<Activation::kBf16, 4> : launch_rows<Activation::kBf16, 1>)(params, max_tiles, stream);
   }
 }
 

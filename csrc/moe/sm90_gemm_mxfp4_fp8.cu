@@ -4,7 +4,8 @@
 
 namespace kimi::moe {
 
-void launch_gemm_mxfp4_fp8(const GemmParams& params, int gemm, TileClass tiles, int64_t max_items, cudaStream_t stream) {
+void launch_gemm_mxfp4_fp8(const GemmParams& params, int gemm, TileClass tiles, int64_t max_items,
+                           cudaStream_t stream) {
   constexpr WeightFormat kFormat = WeightFormat::kMxfp4;
   constexpr Activation kActivation = Activation::kFp8;
   if (gemm == 1) {

@@ -12,15 +12,16 @@ namespace kimi::moe {
 template <class Config, int... kLadder>
 void launch_config(const GemmParams& params, int64_t max_items, cudaStream_t stream) {
   const int blocks = static_cast<int>(std::min<int64_t>(max_items, int64_t(sm_count()) * Config::kCtas));
-  launch(experts_gemm<Config, kLadder...>, LaunchShape{dim3(blocks), dim3(kGemmThreads), Config::kSharedBytes}, stream,
-         params);
+  launch(experts_gemm<Config, kLadder...>, LaunchShape{dim3(blocks), dim3(Config::kThreads), Config::kSharedBytes},
+         stream, params);
 }
 
 // The most stages that fit beside the epilogue.
 template <WeightFormat kFormat, Activation kActivation, int kGemm, int kMaxRows, int kCtas>
 constexpr int most_stages() {
   using One = GemmConfig<kFormat, kActivation, kGemm, kMaxRows, 1, kCtas>;
-  constexpr int kLimit = (kCtas == 1 ? 232448 : 115712) - 512;  // less the barriers and the table
+  // An SM has 228 KiB, of which the system takes 1 KiB a CTA; less the barriers and the table.
+  constexpr int kLimit = 233472 / kCtas / 128 * 128 - 1024 - 512;
   constexpr int kFit = (kLimit - One::kEpilogueBytes - 1024) / One::kStageBytes;
   return kFit < 16 ? kFit : 16;
 }

@@ -1,6 +1,6 @@
 // wgmma with the weights (M = 64 rows a warpgroup) from registers and the activations (N) from shared memory:
-// D[64, N] (+)= A[64, K] B[N, K]^T, fp32 accumulators. One specialisation an N, written with lists of operands, since inline
-// assembly has no way to loop over registers.
+// D[64, N] (+)= A[64, K] B[N, K]^T, fp32 accumulators. One specialisation an N, written with lists of operands, since
+// inline assembly has no way to loop over registers.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,15 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// B in shared memory: rows of 128 bytes along K, 128-byte swizzle, 1024-byte aligned groups of 8 rows.
-__device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t smem) {
-  return uint64_t((smem & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+// B in shared memory: rows of 128 bytes along K, 128-byte swizzle, 1024-byte aligned groups of 8 rows. The low word of
+// the descriptor counts in 16 bytes, so that a place further on is an addition.
+__device__ __forceinline__ uint32_t descriptor_of(uint32_t shared_address) { return shared_address >> 4 | 1u << 16; }
+__device__ __forceinline__ uint64_t swizzled(uint32_t descriptor) {
+  return uint64_t(descriptor) | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
 template <int kN>
-struct WgmmaFp8;   // K = 32, both operands E4M3
+struct WgmmaFp8;  // K = 32, both operands E4M3
 template <int kN>
 struct WgmmaBf16;  // K = 16
 

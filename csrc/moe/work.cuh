@@ -18,8 +18,8 @@ struct Piece {
   }
 };
 
-// Tiles of one expert but the last are multiples of 8 rows, so rounding `row` up keeps their distances; 8 more rows for every
-// expert keep two neighbours apart whatever their counts.
+// Tiles of one expert but the last are multiples of 8 rows, so rounding `row` up keeps their distances; 8 more rows for
+// every expert keep two neighbours apart whatever their counts.
 __device__ __forceinline__ Piece load_tile(const WorkList& work, int index) {
   const int32_t* tile = work.tiles + int64_t(index) * 3;
   const int expert = tile[0], row = tile[1];

@@ -101,7 +101,7 @@ def registers(block: np.ndarray, fmt: str, slab: int, warp: int, lane: int) -> n
         for step in range(2):
             for row_half in range(2):
                 word = words[2 * step + row_half]
-                entry = tab[(scales >> (16 * row_half + 8 * q)) & 0xFF]
+                entry = tab[((scales >> (16 * row_half + 8 * q)) & 0xFF) // 8]
                 for i in range(4):
                     out[2 * q + step, row_half, i] = entry[(word >> 4 * i) & 7] | ((word >> (8 * i)) & 0x80)
                     out[2 * q + step, 2 + row_half, i] = entry[(word >> (16 + 4 * i)) & 7] | (
