@@ -23,7 +23,8 @@ def user(text: str) -> list[dict]:
 
 def stream(server, body: dict) -> list[dict]:
     """All chunks of a streamed answer; what every stream promises is checked on the way."""
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json={**body, "stream": True}, timeout=60) as response:
+    url = server.url + "/v1/chat/completions"
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"

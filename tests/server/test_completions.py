@@ -215,3 +215,26 @@ def test_one_bad_request_in_a_step_fails_alone(server, client):
     assert "not finite" in json.loads(lines[0][6:])["error"]["message"]
     assert lines[-1] == "data: [DONE]"
     assert client.completions.create(model="k3", prompt="<<ok>>").choices[0].text == "ok"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "logprobs", "priority"])
+def test_true_is_no_integer(server, name):
+    response = httpx.post(server.url + "/v1/completions", json={"prompt": "a", name: True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_stop_string_ends_the_sequence_in_the_engine_too(server, client):
+    server.wait_idle()
+    before = server.gauge("vllm:generation_tokens_total")
+    client.completions.create(model="k3", prompt="<<" + "ab" * 1500 + ">>", max_tokens=900, stop="bab")
+    server.wait_idle()
+    assert server.gauge("vllm:generation_tokens_total") - before < 500
+
+
+def test_buckets_are_those_of_the_dashboards(server):
+    text = httpx.get(server.url + "/metrics").text
+    ends = {"time_to_first_token": "2560.0", "inter_token_latency": "80.0", "e2e_request_latency": "7680.0"}
+    for name, last in ends.items():
+        lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}_seconds_bucket")]
+        assert f'le="{last}"' in lines[-2]
+        assert 'le="+Inf"' in lines[-1]
