@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     session = Session(device, kit)
     topic = options.topic or "-".join(dict.fromkeys(case.family for case in cases))
-    settings = f"{' '.join(sys.argv[1:]) or 'all cases'}; {options.runs} runs of graph replays; peers: {kit.describe()}"
+    # folders of one machine (--out, --peers, --work, --json) mean nothing to a reader
+    settings = f"cases: {options.only or 'all'}; {options.runs} runs of graph replays; peers: {kit.describe()}"
     head = environment.describe(device, settings)
     print(*(f"{key}: {value}" for key, value in head.items()), "measuring ceilings", sep="\n", flush=True)
     ceilings = measure_ceilings()
