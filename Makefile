@@ -29,7 +29,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: install
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 smoke: install
 	$(BIN)/python -m engine generate --smoke
