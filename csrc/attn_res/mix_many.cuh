@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kManyMaxThreads, 1) mix_many_kernel(const __gr
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
       ptx::mbarrier_init(&shared.full[s], 1);
-      ptx::mbarrier_init(&shared.empty[s], consumer_warps);
+      ptx::mbarrier_init(&shared.empty[s], consumer_warps * ptx::kWarpArrivals);
     }
     ptx::mbarrier_init_fence();
   }
@@ -89,8 +89,7 @@ __global__ void __launch_bounds__(kManyMaxThreads, 1) mix_many_kernel(const __gr
       row[v].clear();
       if (inside[v]) row[v].load(ring + static_cast<int64_t>(stage) * p.width + column[v]);
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
+    ptx::mbarrier_warp_arrive(&shared.empty[stage]);
     if (++stage == stages) stage = 0, phase ^= 1;
   };
 

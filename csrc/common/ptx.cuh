@@ -52,6 +52,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
                : "memory");
 }
 
+// One arrival of a warp, after everything its lanes did before; a barrier counts kWarpArrivals for each such warp.
+// compute-sanitizer's racecheck does not follow __syncwarp into the arrival of another lane: its run compiles with
+// -DKIMI_EVERY_LANE_ARRIVES, where each lane speaks for itself.
+#ifdef KIMI_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+__device__ __forceinline__ void mbarrier_warp_arrive(uint64_t* barrier) { mbarrier_arrive(barrier); }
+#else
+constexpr int kWarpArrivals = 1;
+__device__ __forceinline__ void mbarrier_warp_arrive(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+#endif
+
 // Waits until the phase with this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
