@@ -34,7 +34,7 @@ compiler = load_by_path("_compile")
 
 
 def with_kernels() -> bool:
-    if env.get("KIMI_KERNELS_NO_CUDA"):
+    if env.flag("KIMI_KERNELS_NO_CUDA"):
         print("kimi_kernels: KIMI_KERNELS_NO_CUDA=1, installing the CPU reference without CUDA kernels")
         return False
     if sources.find_nvcc() is None:

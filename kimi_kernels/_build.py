@@ -98,9 +98,9 @@ def _import_file(path: Path) -> ModuleType:
 
 def cache_root() -> Path:
     """KIMI_KERNELS_CACHE, or kimi_kernels in the user's cache folder."""
-    chosen = env.get("KIMI_KERNELS_CACHE")
+    chosen = env.text("KIMI_KERNELS_CACHE")
     if chosen:
-        return Path(str(chosen))
+        return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kimi_kernels"
 
 

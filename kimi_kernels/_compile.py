@@ -31,8 +31,7 @@ class BuildError(RuntimeError):
 
 def chosen_archs() -> tuple[str, ...]:
     """KIMI_KERNELS_ARCHS in the order of ALL_ARCHS; empty when it is not set."""
-    chosen = str(env.get("KIMI_KERNELS_ARCHS") or "").split(",")
-    return tuple(arch for arch in sources.ALL_ARCHS if arch in chosen)
+    return env.items("KIMI_KERNELS_ARCHS", sources.ALL_ARCHS)
 
 
 def compile_module(
@@ -92,7 +91,7 @@ def _ninja_file(archs: tuple[str, ...], built: str, extra: list[str]) -> str:
 
 def extra_flags() -> list[str]:
     """KIMI_KERNELS_NVCC_FLAGS: added to every compilation, and a prebuilt module is then not used."""
-    return shlex.split(str(env.get("KIMI_KERNELS_NVCC_FLAGS")))
+    return shlex.split(env.text("KIMI_KERNELS_NVCC_FLAGS"))
 
 
 def require_nvcc() -> str:

@@ -7,8 +7,9 @@ that run the reference on CUDA tensors too. It is read once.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
+
+from kimi_kernels import _env as env
 
 ENV_NAME = "KIMI_KERNELS_REFERENCE"
 
@@ -53,7 +54,7 @@ class KernelUnavailableError(RuntimeError):
 @functools.cache
 def reference_operations() -> frozenset[str]:
     """Operations that KIMI_KERNELS_REFERENCE sends to the reference on CUDA. ValueError on an unknown name."""
-    text = os.environ.get(ENV_NAME, "").strip()
+    text = env.text(ENV_NAME).strip()
     if text in ("", "0"):
         return frozenset()
     if text == "1":

@@ -34,7 +34,7 @@ ALLOWED = {
     "kimi_kernels.reference": ["torch", "kimi_kernels.reference"],
     "kimi_kernels.testing": ["torch", "kimi_kernels.reference", "kimi_kernels.testing"],
     "engine.types": ["engine.types"],
-    "engine.env": ["engine.types", "engine.config", "engine.env", "kimi_kernels._env"],
+    "engine.env": ["engine.types", "engine.config", "engine.env"],
     "engine.config": ["engine.types", "engine.env", "engine.config"],
     "engine.cache": ["engine.types", "engine.config", "engine.cache"],
     "engine.scheduler": ["engine.cache", "engine.types", "engine.config", "engine.scheduler"],

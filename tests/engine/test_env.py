@@ -13,6 +13,8 @@ from engine import env
 from engine.cli import main
 from engine.engine_config import EngineConfig, add_engine_arguments, parse_size
 from engine.types import ParameterError
+from kimi_kernels import _env as kernels_env
+from kimi_kernels._sources import ALL_ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +27,38 @@ def test_every_switch_that_code_reads_is_declared_and_the_other_way_round() -> N
         if path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp"} and path.name not in declare and path.is_file():
             used |= set(re.findall(r"KIMI_(?:ENGINE|KERNELS)_[A-Z][A-Z_]*", path.read_text(encoding="utf-8")))
     assert used == set(env.SWITCHES)
+
+
+def test_the_kernels_read_their_switches_with_the_declared_types_and_defaults() -> None:
+    declared = {name: s.default for name, s in env.SWITCHES.items() if name.startswith("KIMI_KERNELS_")}
+    assert declared == kernels_env.DEFAULTS
+    assert all(type(default) is env.SWITCHES[name].type for name, default in kernels_env.DEFAULTS.items())
+    assert env.SWITCHES["KIMI_KERNELS_ARCHS"].members == ALL_ARCHS
+
+
+@pytest.mark.parametrize("name", sorted(n for n, default in kernels_env.DEFAULTS.items() if isinstance(default, bool)))
+def test_flags_are_read_alike_by_engine_and_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", "0", "1", " 1 "):
+        monkeypatch.setenv(name, text)
+        assert kernels_env.flag(name) is env.get(name)
+    for text in ("yes", "2", "true"):
+        monkeypatch.setenv(name, text)
+        for read in (kernels_env.flag, env.get):
+            with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got '{text}'"):
+                read(name)
+
+
+def test_archs_come_in_the_order_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_KERNELS_ARCHS", "sm_103f, sm_90a")
+    assert kernels_env.items("KIMI_KERNELS_ARCHS", ALL_ARCHS) == ("sm_90a", "sm_103f")
+    assert env.get("KIMI_KERNELS_ARCHS") == "sm_103f,sm_90a"
+    for text in ("sm_90", "sm_90a,", ","):
+        monkeypatch.setenv("KIMI_KERNELS_ARCHS", text)
+        for read in (env.get, lambda name: kernels_env.items(name, ALL_ARCHS)):
+            with pytest.raises(ValueError, match="comma list of sm_90a, sm_100f, sm_103f"):
+                read("KIMI_KERNELS_ARCHS")
+    monkeypatch.delenv("KIMI_KERNELS_ARCHS")
+    assert kernels_env.items("KIMI_KERNELS_ARCHS", ALL_ARCHS) == ()
 
 
 def test_values_are_typed_and_defaults_hold() -> None:

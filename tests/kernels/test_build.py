@@ -184,14 +184,14 @@ def test_without_nvcc_the_error_says_what_to_install(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("code", "name", "value", "message"),
     [
-        ("KIMI_KERNELS_ARCHS", "sm_90", "comma list of sm_90a, sm_100f, sm_103f, got 'sm_90'"),
-        ("KIMI_KERNELS_NO_CUDA", "yes", "must be 0 or 1, got 'yes'"),
+        ("chosen_archs()", "KIMI_KERNELS_ARCHS", "sm_90", "comma list of sm_90a, sm_100f, sm_103f, got 'sm_90'"),
+        ("env.flag('KIMI_KERNELS_NO_CUDA')", "KIMI_KERNELS_NO_CUDA", "yes", "must be 0 or 1, got 'yes'"),
     ],
 )
-def test_a_bad_switch_is_an_error(tree: Tree, name: str, value: str, message: str) -> None:
-    assert message in tree.fails(f"_build.env.get({name!r})", **{name: value})
+def test_a_bad_switch_is_an_error(tree: Tree, code: str, name: str, value: str, message: str) -> None:
+    assert message in tree.fails(f"_build.{code}", **{name: value})
 
 
 def test_build_info_builds_nothing(tree: Tree) -> None:
