@@ -93,7 +93,7 @@ def decode_(
     are padding. ``lower_bound`` < 0: g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)). ``eps``: the output norm's.
     ``records`` (see ``verify``) with ``accepted`` [T] int32: that many tokens of the slot's last run go in first.
 
-    The convolution accumulates in fp32 and its SiLU is rounded to q's dtype; the rest is fp32, one rounding at the end.
+    fp32 inside, convolution and its SiLU included; one rounding, of the output.
     Returns [T, heads*128] of q's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("kda.decode_", q):

@@ -54,12 +54,12 @@ class Tokens:
 
 
 def convolve(window: list[torch.Tensor], x: Inputs) -> torch.Tensor:
-    """Four raw rows [R, 3*heads*128], oldest first -> SiLU of the weighted sum, rounded as activations are, in fp32."""
+    """Four raw rows [R, 3*heads*128], oldest first -> SiLU of the weighted sum in fp32, not rounded."""
     weight = x.conv_weight
     total = window[0].float() * weight[:, 0]
     for tap in range(1, TAPS):
         total.addcmul_(window[tap].float(), weight[:, tap])
-    return F.silu(total, inplace=True).to(x.q.dtype).float()
+    return F.silu(total, inplace=True)
 
 
 def tokens(mixed: torch.Tensor, x: Inputs, rows: torch.Tensor | slice = slice(None)) -> Tokens:
