@@ -34,7 +34,8 @@ test: install
 smoke: install
 	$(BIN)/python -m engine generate --smoke
 
-lint: | $(BIN)/python
+# With the packages installed, so that mypy sees their types.
+lint: install
 	$(BIN)/python -m pip install --quiet ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
