@@ -20,6 +20,13 @@ SMOKE_TOKENS = 16
 SMOKE_MODEL_LEN = 4096
 
 
+class RequestFailedError(RuntimeError):
+    """The engine failed on a request; what it logged says more."""
+
+    def __init__(self, name: str, error: str) -> None:
+        super().__init__(f"request {name} failed: {error.splitlines()[0]}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory")
     source = parser.add_mutually_exclusive_group()
@@ -125,7 +132,7 @@ def _generate(llm: LLM, prompts: Any, sampling: SamplingParams, as_json: bool) -
         for output in result.outputs:
             num_tokens += len(output.token_ids)
             if output.error is not None:
-                raise RuntimeError(f"request {result.request_id}: {output.error}")
+                raise RequestFailedError(result.request_id, output.error)
             if as_json:
                 print(
                     json.dumps(
@@ -152,7 +159,7 @@ def _stream(llm: LLM, prompts: Any, sampling: SamplingParams) -> int:
     for chunk in llm.stream(prompts, sampling):
         num_tokens += len(chunk.token_ids)
         if chunk.error is not None:
-            raise RuntimeError(chunk.error)
+            raise RequestFailedError(str(chunk.prompt_index), chunk.error)
         print("".join(f"{token} " for token in chunk.token_ids) if ids_only else chunk.text, end="", flush=True)
         if chunk.finish_reason is not None:
             print(flush=True)

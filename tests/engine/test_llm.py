@@ -312,6 +312,21 @@ def test_generate_prints_ids_and_errors_are_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("stream", [[], ["--stream"], ["--json"]])
+def test_a_failed_request_of_generate_is_one_line_and_exit_1(
+    stream: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "ids.json").write_text("[1, 2]")
+    llm = make(tokenizer=None)
+    llm.core.runner.request_errors["0-0"] = "the logits are not finite\nand more"
+    monkeypatch.setattr("engine.llm.LLM", lambda *_, **__: llm)
+    assert main(["generate", "model", "--tokens", str(tmp_path / "ids.json"), *stream]) == 1
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == "kimi-engine: error: request 0 failed: the logits are not finite"
+    assert "Traceback" not in err
+    assert out == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
