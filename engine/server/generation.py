@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from engine.types import FinishReason, Request, RequestUpdate
+from engine.types import Request, RequestUpdate
 
 
 class RejectedError(Exception):
@@ -84,7 +84,3 @@ def merge(into: RequestUpdate, update: RequestUpdate) -> None:
     into.arrival_time = update.arrival_time or into.arrival_time
     into.first_scheduled_time = update.first_scheduled_time or into.first_scheduled_time
     into.first_token_time = update.first_token_time or into.first_token_time
-
-
-def failed(update: RequestUpdate) -> bool:
-    return update.finish_reason is FinishReason.ERROR
