@@ -36,8 +36,8 @@ def queue_full() -> ApiError:
     return ApiError(503, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
 
 
-def engine_dead(reason: str) -> ApiError:
-    return ApiError(503, f"the engine is not running: {reason}")
+def engine_dead() -> ApiError:
+    return ApiError(503, "the engine is not running")
 
 
 def draining() -> ApiError:

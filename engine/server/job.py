@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
 
-from engine.server.errors import ApiError, queue_full
+from engine.server.errors import ApiError, draining, engine_dead, queue_full
 from engine.server.generation import Generation, RejectedError
 from engine.server.metrics import RequestTimes
 from engine.server.protocol import GenerateOptions, check_prompt_ids, check_room
@@ -77,10 +77,18 @@ class Job:
             for _, update in news:
                 if update.finish_reason is FinishReason.ERROR:
                     self.close()
-                    status = 500 if self._state.engine.is_alive and not self._state.draining else 503
-                    raise ApiError(status, update.error or "the request failed")
+                    raise self._failure(update)
             seen = True
             yield news
+
+    def _failure(self, update: RequestUpdate) -> ApiError:
+        """What the client is told; the engine's own words (classes, devices, paths) are for the log."""
+        logger.error("request %s failed: %s", self.id, update.error)
+        if self._state.draining:
+            return draining()
+        if not self._state.engine.is_alive:
+            return engine_dead()
+        return ApiError(500, f"internal error: the engine failed on this request; the server's log tells of {self.id}")
 
     def end_choice(self, index: int) -> None:
         """The front end found the end itself (a stop string): free what the sequence holds."""

@@ -42,7 +42,7 @@ class ServerState:
         if self.draining:
             raise draining()
         if not self.engine.is_alive:
-            raise engine_dead(self.engine.dead or "its process ended")
+            raise engine_dead()
 
     def check_model(self, name: str | None) -> str:
         """The served name a request means. Raises ApiError 404."""

@@ -48,6 +48,8 @@ class FakeRunner:
             self.num_absorbed_tokens[request.slot] = scheduled.num_computed_tokens + scheduled.num_new_tokens
             if request.prompt_token_ids == list(b"die"):
                 os._exit(3)
+            if request.prompt_token_ids == list(b"fail"):
+                raise RuntimeError("words of /dev/nvidia0")
             if request.sampling.prompt_logprobs is not None:
                 stop = scheduled.num_computed_tokens + scheduled.num_new_tokens
                 ids = request.prompt_token_ids[scheduled.num_computed_tokens + 1 : stop + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,13 +212,29 @@ def test_engine_death_is_told(fake_dir):
     server = ServerProcess(FAKE, str(fake_dir))
     response = httpx.post(server.url + "/v1/completions", json={"prompt": "die"})
     assert response.status_code == 503
-    assert "engine" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == "the engine is not running"
+    assert httpx.head(server.url + "/health").status_code == 503
     for path in ("/health", "/v1/models"):
         assert httpx.get(server.url + path).status_code == 503
     assert httpx.post(server.url + "/v1/completions", json={"prompt": "x"}).status_code == 503
     server.wait_idle(0)  # gauges do not stay at what the engine last told
     assert server.gauge_sum("vllm:request_success_total", 'finished_reason="error"') == 1
     assert server.stop() == 1
+
+
+def test_a_failed_step_tells_the_client_an_id_and_the_log_the_cause(fake_dir):
+    server = ServerProcess(FAKE, str(fake_dir))
+    for body in ({"prompt": "fail"}, {"prompt": "fail", "stream": True}):
+        response = httpx.post(server.url + "/v1/completions", json=body)
+        error = json.loads(response.text.removeprefix("data: ").splitlines()[0])["error"]
+        assert (error["code"], error["type"]) == (500, "InternalServerError")
+        assert "RuntimeError" not in response.text
+        assert "nvidia0" not in response.text
+        request_id = re.search(r"cmpl-\w+", error["message"])[0]
+        cause = f"request {request_id} failed: RuntimeError: words of /dev/nvidia0"
+        wait_for(lambda cause=cause: cause in server.log)
+    assert httpx.post(server.url + "/v1/completions", json={"prompt": "<<on>>"}).json()["choices"][0]["text"] == "on"
+    assert server.stop() == 0
 
 
 def test_engine_killed_under_a_stream_ends_it_with_an_error(fake_dir):
