@@ -116,9 +116,8 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
         state.check_serving()
         return Response()
 
-    app.get("/health")(health)
-    app.get("/ping")(health)
-    app.post("/ping")(health)
+    app.api_route("/health", methods=["GET", "HEAD"])(health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"])(health)
 
     @app.get("/metrics")
     async def metrics() -> Response:

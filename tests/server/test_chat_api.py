@@ -214,6 +214,7 @@ def test_models_and_small_routes(server):
     models = httpx.get(server.url + "/v1/models").json()
     assert [entry["id"] for entry in models["data"]] == ["k3", "alias"]
     assert httpx.get(server.url + "/health").content == b""
+    assert httpx.head(server.url + "/health").status_code == 200
     assert httpx.get(server.url + "/ping").status_code == 200
     assert httpx.get(server.url + "/version").json()["version"]
     assert httpx.get(server.url + "/load").json() == {"server_load": 0}
