@@ -8,6 +8,7 @@ What a prompt gets:
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import random
@@ -56,6 +57,9 @@ class FakeRunner:
                 output.prompt_logprobs[request.request_id] = [
                     logprobs(i, request.sampling.prompt_logprobs) for i in ids
                 ]
+            if request.prompt_token_ids == list(b"frozen"):
+                output.errors[request.request_id] = f"{gc.get_freeze_count()} of {len(gc.get_objects())} frozen"
+                continue
             if not scheduled.samples:
                 continue
             if request.prompt_token_ids == list(b"nan"):

@@ -233,6 +233,10 @@ def test_a_failed_step_tells_the_client_an_id_and_the_log_the_cause(fake_dir):
         request_id = re.search(r"cmpl-\w+", error["message"])[0]
         cause = f"request {request_id} failed: RuntimeError: words of /dev/nvidia0"
         wait_for(lambda cause=cause: cause in server.log)
+    httpx.post(server.url + "/v1/completions", json={"prompt": "frozen"})
+    wait_for(lambda: " frozen" in server.log)
+    frozen, rest = re.search(r"(\d+) of (\d+) frozen", server.log).groups()
+    assert int(frozen) > 10 * int(rest), "full garbage collections go over all that was loaded"
     assert httpx.post(server.url + "/v1/completions", json={"prompt": "<<on>>"}).json()["choices"][0]["text"] == "on"
     assert server.stop() == 0
 
