@@ -133,6 +133,26 @@ def test_echo_with_logprobs_as_lm_eval_asks(server):
         assert len(choice["text"]) == len(prompt) + 1
 
 
+def test_each_choice_belongs_to_its_prompt(server):
+    """n answers a prompt, prompt after prompt: text, logprobs and ids of each echo its own."""
+    prompts = ["ab", "cde", "f"]
+    body = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 0, "max_tokens": 3, "return_token_ids": True}
+    choices = httpx.post(server.url + "/v1/completions", json=body).json()["choices"]
+    given: dict[int, list[int]] = {}
+    with httpx.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                given.setdefault(choice["index"], choice.get("prompt_token_ids"))
+    assert [choice["index"] for choice in choices] == list(range(6))
+    for index, choice in enumerate(choices):
+        prompt = prompts[index // 2]
+        assert choice["text"].startswith(prompt)
+        assert len(choice["text"]) == len(prompt) + 3
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["prompt_token_ids"] == given[index] == list(prompt.encode())
+
+
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_echo_without_a_new_token(server, logprobs):
     body = {"prompt": "hello", "echo": True, "max_tokens": 0, "logprobs": logprobs}
