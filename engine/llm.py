@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from engine.core import EngineCore
 from engine.engine_config import EngineConfig
+from engine.outputs import CompletionOutput, RequestOutput, StreamChunk
 from engine.text.output import OutputText
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.text.wide_tokenizer import WideTokenizer
@@ -24,62 +25,10 @@ from engine.types import (
     Request,
     RequestUpdate,
     SamplingParams,
-    TokenLogprobs,
 )
 
 Prompt = str | list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One generated sequence. ``token_ids`` includes an end token or stop id; ``text`` does not.
-
-    ``finish_reason``: "stop", "length" or "error" (then ``error`` says why). ``stop_reason``: the stop string or id.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its n sequences. ``prompt`` is None for a prompt of ids. Times are on ``time.monotonic``.
-
-    ``prompt_logprobs``: an entry for each prompt token, None for the first; None unless asked for.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_cached_tokens: int = 0
-    arrival_time: float = 0.0
-    first_token_time: float | None = None
-    finished_time: float | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finish_reason is not None for output in self.outputs)
-
-
-@dataclass(slots=True)
-class StreamChunk:
-    """News of one sequence: ``text`` and ``token_ids`` are what came new. ``prompt_index`` counts the prompts given."""
-
-    prompt_index: int
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    error: str | None
 
 
 @dataclass(slots=True)

@@ -84,7 +84,8 @@ ALLOWED = {
     "engine.__main__": ["engine.cli"],
     "engine.__init__": ["engine.llm", "engine.types"],
 }
-ALIAS = {  # all count as "config"
+ALIAS = {  # count as "config" or "types"
+    "engine.outputs": "engine.types",
     "engine.engine_config": "engine.config",
     "engine.config_fields": "engine.config",
     "engine.version": "engine.config",
