@@ -56,6 +56,9 @@ def test_prompt_forms(client):
     for prompt, first in (("a", 0), ("b", 2), ("c", 4)):
         one = client.completions.create(model="k3", prompt=prompt, max_tokens=4, n=2, seed=7)
         assert [c.text for c in one.choices] == [c.text for c in answer.choices[first : first + 2]]
+        for k in range(2):  # the k-th answer samples with seed + k
+            alone = client.completions.create(model="k3", prompt=prompt, max_tokens=4, seed=7 + k)
+            assert alone.choices[0].text == answer.choices[first + k].text
 
 
 def test_n_streams_every_index(client):
