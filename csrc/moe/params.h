@@ -3,7 +3,8 @@
 // Rows: the (token, choice) pairs sorted by expert, as routing.dispatch makes them. Its tiles are runs of rows of one
 // expert; the kernels take them in pieces of at most `max_rows`, stored padded to a multiple of 8 rows. Activations are
 // kept as the GEMMs read them: for each piece and block of 128 columns one contiguous blob of `padded rows` times
-// `row_bytes`, so that a stage of the pipeline is one bulk copy.
+// `row_bytes`, so that a stage of the pipeline is one bulk copy. Blobs lie `padded rows` times `row_pitch` apart: all
+// start at multiples of 128 bytes, as their places in shared memory do.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,6 +36,10 @@ constexpr int weight_header_bytes(WeightFormat format) {
 // Bytes of one row of a block: x carries one scale (128 columns), h two (64 columns each), bf16 none.
 constexpr int row_bytes(Activation activation, int gemm) {
   return activation == Activation::kBf16 ? 2 * kBlockColumns : kBlockColumns + 4 * gemm;
+}
+
+constexpr int row_pitch(Activation activation) {
+  return activation == Activation::kBf16 ? 2 * kBlockColumns : kBlockColumns + 16;
 }
 
 struct WorkList {

@@ -30,8 +30,8 @@ Choice choose(const Problem& problem) {
 
 Workspace lay_out(const Problem& problem) {
   const int64_t pairs = problem.tokens * problem.top_k, padded = padded_rows(pairs, problem.experts);
-  const int64_t blobs = padded * ceil_div(problem.width, kBlockColumns) * row_bytes(problem.activation, 1);
-  const int64_t hidden = padded * ceil_div(problem.inner, kBlockColumns) * row_bytes(problem.activation, 2);
+  const int64_t blobs = padded * ceil_div(problem.width, kBlockColumns) * row_pitch(problem.activation);
+  const int64_t hidden = padded * ceil_div(problem.inner, kBlockColumns) * row_pitch(problem.activation);
   const int64_t rows = pairs * problem.width * 2;
   Workspace space = {};
   space.blobs = space.rows = 0;

@@ -10,6 +10,7 @@ namespace kimi::moe {
 constexpr int kConsumerWarpgroups = 2;  // 64 weight rows each
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
 constexpr int kConsumerBarrier = 1;
+constexpr int kTurnBarrier = 2;  // and 3: one a warpgroup
 
 // When the next block's weights are decoded. kAfterwards: once this block is multiplied (its packed words are read
 // before); kMeanwhile: while it is multiplied, into a second set of registers; kMeanwhileFetched: and its words were
@@ -31,9 +32,13 @@ struct GemmConfig {
   static constexpr bool kMoveRegisters = kCtas <= 2;
   static constexpr int kThreads = kConsumerThreads + (kMoveRegisters ? 128 : 32);
   static constexpr int kConsumerRegisters = kCtas == 1 ? 232 : 96;
+  // With one CTA an SM the warpgroups take turns at the tensor cores: one promotes and decodes while the other
+  // multiplies.
+  static constexpr bool kTakeTurns = kCtas == 1;
   static constexpr int kProducerRegisters = kCtas == 1 ? 40 : 48;
 
   static constexpr int kRowBytes = row_bytes(kActivation, kGemm);
+  static constexpr int kRowPitch = row_pitch(kActivation);
   static constexpr int kBlockBytes = weight_block_bytes(kFormat);
   static constexpr int kHeaderBytes = weight_header_bytes(kFormat);
   // How often a block's accumulators are added to the fp32 sums: per scale group of the activations, and because FP8

@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_hidden(const GemmParams& p, const Piece& p
 
   uint8_t* staged = shared + Config::kMaximaBytes;
   const int padded = round_up(piece.count, 8);
-  uint8_t* blob = p.hidden + int64_t(piece.padded_row) * p.hidden_k_blocks * row_bytes(Config::kActivation, 2) +
-                  int64_t(tile >> 1) * padded * row_bytes(Config::kActivation, 2);
+  uint8_t* blob = p.hidden + int64_t(piece.padded_row) * p.hidden_k_blocks * Config::kRowPitch +
+                  int64_t(tile >> 1) * padded * Config::kRowPitch;
   if constexpr (kFp8) {
     float* maxima = reinterpret_cast<float*>(shared);  // [row][8 warps]
 #pragma unroll

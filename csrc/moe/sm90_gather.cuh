@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_words(const Bf16x8& raw, uint8_t* blob, in
 // kRows: rows of one piece that a block has in flight. One is best for latency, many for bandwidth.
 template <Activation kActivation, int kRows>
 __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const __grid_constant__ GatherParams p) {
-  constexpr int kRowBytes = row_bytes(kActivation, 1);
+  constexpr int kRowPitch = row_pitch(kActivation);
   ptx::pdl_wait();
   const int tiles = *p.work.num_tiles;
   const int vectors = p.k_blocks * (kBlockColumns / 8);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kGatherThreads) gather_kernel(const __grid_con
         x[r] = p.x + int64_t(p.pairs[piece.row + min(first + r, last)] / p.top_k) * p.x_stride;
       }
       for (int v = threadIdx.x; v < round_up(vectors, 32); v += blockDim.x) {  // whole warps: they shuffle
-        uint8_t* blob = p.blobs + (int64_t(piece.padded_row) * p.k_blocks + int64_t(v / 16) * padded) * kRowBytes;
+        uint8_t* blob = p.blobs + (int64_t(piece.padded_row) * p.k_blocks + int64_t(v / 16) * padded) * kRowPitch;
         Bf16x8 raw[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {

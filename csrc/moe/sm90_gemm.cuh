@@ -102,27 +102,33 @@ __device__ __forceinline__ void block_step(Pipeline<Config>& pipe, int& stage, u
 
   if constexpr (Config::kPromotions == 0) {
     pin(sums);
+    take_turn<Config>(place.slab);
     wgmma_fence();
     multiply<Config, kN, 0, kSteps>(sums, current, activations, padded, first);
     wgmma_commit();
+    pass_turn<Config>(place.slab);
     meanwhile();
     wgmma_wait<0>();
     pin(sums);
   } else if constexpr (!kSplit) {
     float part[kN / 2];
+    take_turn<Config>(place.slab);
     wgmma_fence();
     multiply<Config, kN, 0, kSteps>(part, current, activations, padded, true);
     wgmma_commit();
+    pass_turn<Config>(place.slab);
     meanwhile();
     wgmma_wait<0>();
     pin(part);
     promote<Config, kN>(sums, part, scales, block_top, block_bottom);
   } else if constexpr (kBoth) {
     float part[2][kN / 2];
+    take_turn<Config>(place.slab);
     wgmma_fence();
     multiply<Config, kN, 0, 2>(part[0], reinterpret_cast<const uint32_t (&)[8]>(current[0]), activations, padded, true);
     multiply<Config, kN, 2, 4>(part[1], reinterpret_cast<const uint32_t (&)[8]>(current[8]), activations, padded, true);
     wgmma_commit();
+    pass_turn<Config>(place.slab);
     meanwhile();
     wgmma_wait<0>();
     pin(part[0]);
@@ -131,16 +137,20 @@ __device__ __forceinline__ void block_step(Pipeline<Config>& pipe, int& stage, u
     promote<Config, kN>(sums, part[1], scales + 4 * padded, block_top, block_bottom);
   } else {
     float part[kN / 2];
+    take_turn<Config>(place.slab);
     wgmma_fence();
     multiply<Config, kN, 0, 2>(part, reinterpret_cast<const uint32_t (&)[8]>(current[0]), activations, padded, true);
     wgmma_commit();
+    pass_turn<Config>(place.slab);
     meanwhile();
     wgmma_wait<0>();
     pin(part);
     promote<Config, kN>(sums, part, scales, block_top, block_bottom);
+    take_turn<Config>(place.slab);
     wgmma_fence();
     multiply<Config, kN, 2, 4>(part, reinterpret_cast<const uint32_t (&)[8]>(current[8]), activations, padded, true);
     wgmma_commit();
+    pass_turn<Config>(place.slab);
     wgmma_wait<0>();
     pin(part);
     promote<Config, kN>(sums, part, scales + 4 * padded, block_top, block_bottom);
@@ -299,6 +309,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) experts_gemm(
     if constexpr (Config::kMoveRegisters) ptx::set_max_registers_up<Config::kConsumerRegisters>();
     const int warp = threadIdx.x / 32;
     const FragmentPlace place{warp / 4, warp % 4, static_cast<int>(threadIdx.x % 32)};
+    if (place.slab == 1) pass_turn<Config>(1);  // the first turn is slab 0's
     const int items = *p.work.num_tiles * p.row_tiles;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const Piece tile = load_tile(p.work, item / p.row_tiles);

@@ -52,6 +52,19 @@ __device__ __forceinline__ void copy_in(uint32_t shared, const void* global, uin
                : "memory");
 }
 
+// The consumer warpgroups' turns at the tensor cores: `slab` waits for its turn, and passes it on once its products are
+// issued.
+template <class Config>
+__device__ __forceinline__ void take_turn(int slab) {
+  if constexpr (Config::kTakeTurns) ptx::named_barrier_sync(kTurnBarrier + slab, kConsumerThreads);
+}
+template <class Config>
+__device__ __forceinline__ void pass_turn(int slab) {
+  if constexpr (Config::kTakeTurns) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(kTurnBarrier + 1 - slab), "n"(kConsumerThreads) : "memory");
+  }
+}
+
 // Where a CTA's next block comes from: both sides walk the stages in step.
 template <class Config>
 struct Pipeline {
@@ -82,8 +95,9 @@ __device__ __forceinline__ void produce(const GemmParams& p, Pipeline<Config> pi
     for (int row = 0; row < tile.count; row += Config::kMaxRows) {
       const Piece piece = tile.part(row, Config::kMaxRows);
       const uint8_t* weights = p.weights + (int64_t(piece.expert) * p.row_tiles + row_tile) * tile_bytes;
-      const uint8_t* blob = p.blobs + int64_t(piece.padded_row) * p.k_blocks * Config::kRowBytes;
-      const uint32_t blob_bytes = round_up(piece.count, 8) * Config::kRowBytes;
+      const int padded = round_up(piece.count, 8);
+      const uint8_t* blob = p.blobs + int64_t(piece.padded_row) * p.k_blocks * Config::kRowPitch;
+      const uint32_t blob_bytes = padded * Config::kRowBytes;
 #pragma unroll 1
       for (int k = 0; k < p.k_blocks; ++k) {
         barrier_wait(pipe.empty + 8 * pipe.stage, pipe.phase ^ 1);
@@ -94,7 +108,7 @@ __device__ __forceinline__ void produce(const GemmParams& p, Pipeline<Config> pi
                 full);
         copy_in(stage, blob, blob_bytes, full);
         weights += Config::kBlockBytes + header;
-        blob += blob_bytes;
+        blob += padded * Config::kRowPitch;
         pipe.advance();
       }
     }

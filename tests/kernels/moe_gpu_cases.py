@@ -104,8 +104,9 @@ class Call:
         _, _, count, padded_row = piece
         n, blocks = -(-count // 8) * 8, -(-cols // 128)
         row_bytes = 256 if self.activation == "bf16" else 128 + 4 * groups
-        size = blocks * row_bytes
-        blob = self.workspace[start + padded_row * size :][: n * size].view(blocks, n * row_bytes)
+        row_pitch = 256 if self.activation == "bf16" else 144
+        size = blocks * row_pitch
+        blob = self.workspace[start + padded_row * size :][: n * size].view(blocks, n * row_pitch)[:, : n * row_bytes]
         halves = 2 if self.activation == "bf16" else 1
         data = blob[:, : halves * n * 128].reshape(blocks, halves, n, 8, 16)
         chunk = torch.arange(8, device=DEVICE)[None] ^ (torch.arange(n, device=DEVICE) % 8)[:, None]
