@@ -21,6 +21,7 @@ from kimi_kernels import moe
 EXPERTS, TOP_K, LATENT, INTER = 896, 16, 3584, 3072
 LOCAL = (EXPERTS, EXPERTS // 8)
 PAIRS = (("mxfp4", "fp8"), ("fp8", "fp8"), ("mxfp4", "bf16"))
+TOKENS = (1, 16, 64, 256, 1024, 8192)
 CHECKED = 4  # tokens: up to 64 experts are written out in fp32
 FP8 = torch.float8_e4m3fn
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -32,7 +33,7 @@ TOLERANCE = {"fp8": 4e-2, "bf16": 6e-3}
 def cases() -> Iterator[Case]:
     for fmt, activation in PAIRS:
         for local in LOCAL:
-            for tokens in quoted.TOKENS:
+            for tokens in quoted.TOKENS if (fmt, activation) == PAIRS[0] else TOKENS:
                 shape = {"w": fmt, "act": activation, "E": local, "T": tokens}
                 prepared = partial(prepare, fmt, activation, local, tokens)
                 yield Case("moe.experts", shape, prepared, group=f"moe-{fmt}-{activation}-{local}")
@@ -156,7 +157,7 @@ def peers_of(fmt: str, activation: str, local: int) -> list[Peer]:
             Peer("Triton fused_moe", kit, lambda kit, w: kit.TritonFp8(w), 128, 128),
             Peer("DeepGEMM masked", kit, lambda kit, w: kit.DeepGemmMasked(w), 128, 128, 1, 1024, "two products only"),
             Peer(
-                "DeepGEMM contiguous", kit, lambda kit, w: kit.DeepGemmContiguous(w), 128, 128, 1024, 8192,
+                "DeepGEMM contiguous", kit, lambda kit, w: kit.DeepGemmContiguous(w), 128, 128, 8192, 8192,
                 "rows gathered and quantised before, no sum",
             ),
         ]  # fmt: skip
