@@ -68,7 +68,7 @@ class Problem:
         raw = self.piece(index, 0, 3 * self.width)
         window = torch.cat([self.conv[at], raw[:, None]], dim=1)
         weight = self.conv_weight.view(-1, 4)
-        mixed = torch.nn.functional.silu(torch.einsum("bjc,cj->bc", window.float(), weight)).bfloat16().float()
+        mixed = torch.nn.functional.silu(torch.einsum("bjc,cj->bc", window.float(), weight))
         q, k, v = mixed.view(self.batch, 3, self.heads, D).unbind(1)
         q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * D**-0.5
         k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -1,7 +1,7 @@
 """KDA decode on the GPU: against fp64, and what it must leave alone. Verify and commit: test_kda_verify_gpu.py.
 
 Tolerance: against an fp64 recurrence that rounds nothing, the error (2-norm) may be at most twice that of the plain
-torch reference on the same bf16 inputs, which rounds where the unfused operations round.
+torch reference on the same bf16 inputs: both are fp32 with one rounding at the end, in different order.
 """
 
 from __future__ import annotations
