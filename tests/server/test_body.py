@@ -9,7 +9,18 @@ import pytest
 from engine.server import body
 from engine.server.errors import ApiError
 
-CHUNK = b" " * 10
+
+class Chunk(bytes):
+    """Counts how many of its kind are held at once."""
+
+    held = most = 0
+
+    def __init__(self, *_: object) -> None:
+        Chunk.held += 1
+        Chunk.most = max(Chunk.most, Chunk.held)
+
+    def __del__(self) -> None:
+        Chunk.held -= 1
 
 
 class Sender:
@@ -22,7 +33,7 @@ class Sender:
     async def __call__(self) -> dict:
         assert self.sent < self.total, "read on after the end"
         self.sent += 1
-        return {"type": "http.request", "body": CHUNK, "more_body": self.sent < self.total}
+        return {"type": "http.request", "body": Chunk(b" " * 10), "more_body": self.sent < self.total}
 
 
 @pytest.fixture
@@ -41,12 +52,21 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
         (1000, 21, 413),  # given up at MAX_DRAIN
     ],
 )
-def test_a_body_is_read_to_its_end_but_not_for_ever(total: int, read: int, status: int) -> None:
+def test_a_body_is_read_to_its_end_but_not_for_ever(
+    total: int, read: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender = Sender(total)
+    monkeypatch.setattr(Chunk, "held", 0)
+    monkeypatch.setattr(Chunk, "most", 0)
     with pytest.raises(ApiError) as error:
         asyncio.run(body.read_json({}, sender))
     assert (error.value.status, sender.sent) == (status, read)
+    assert Chunk.most <= 5 + 2  # what fits, one in hand and one on its way: the rest is thrown away as it comes
     assert error.value.headers == ({"Connection": "close"} if status == 413 else {})
+
+
+def test_more_is_read_than_is_kept() -> None:
+    assert body.MAX_DRAIN > body.MAX_BODY > 8_000_000  # a prompt of 1M ids
 
 
 def test_a_client_that_leaves_within_its_body_is_told_apart() -> None:

@@ -299,6 +299,16 @@ def test_answer_without_thinking_is_content_even_when_long():
             assert parse(ids, cuts)[1] == long
 
 
+def test_only_a_first_thought_can_be_the_answer():
+    first, second = "a first thought", "a second thought"
+    ids = ids_of(first + "{-think}}{+response}}x{-response}}{+think}}" + second + "<|end_of_msg|>")
+    for step in (1, len(ids)):
+        parser = OutputParser(TOKENIZER, thinking=True)
+        deltas = [delta for at in range(0, len(ids), step) for delta in parser.feed(ids[at : at + step])]
+        assert collect(deltas + parser.finish("stop")[0])[:2] == (first + second, "x")
+        assert parser.reasoning_tokens == len(first + second)
+
+
 def test_reasoning_streams_after_a_short_hold():
     parser = OutputParser(TOKENIZER, thinking=True)
     released = [bool(parser.feed([ord("x")])) for _ in range(THINK_HOLD + 5)]
@@ -315,14 +325,16 @@ def test_code_points_are_never_cut():
     assert all("�" not in str(delta) for delta in deltas)
 
 
-def test_unfinished_call_is_named_after_a_cut():
+def test_unfinished_call_is_named_after_a_cut_and_left_out_alone():
     parser = OutputParser(TOKENIZER, thinking=False, tools=TOOLS)
-    parser.feed(
+    deltas = parser.feed(
         ids_of("{-response}}{+tools}}" + CALC + '{+call tool="calc" index="2"}}{+argument key="x" type="string"}}ab')
     )
-    _, reason = parser.finish("length")
+    rest, reason = parser.finish("length")
     assert reason == "length"
     assert parser.unfinished_call == 1
+    (call,) = join_calls(deltas + rest, parser.unfinished_call)
+    assert call == {"id": "calc_0", "type": "function", "function": {"name": "calc", "arguments": '{"x": 1}'}}
 
 
 def test_any_ids_at_all_parse_alike_in_every_chunking():

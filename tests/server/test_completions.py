@@ -242,7 +242,7 @@ def test_one_bad_request_in_a_step_fails_alone(server, client):
     assert client.completions.create(model="k3", prompt="<<ok>>").choices[0].text == "ok"
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "logprobs", "priority"])
+@pytest.mark.parametrize("name", ["max_tokens", "logprobs", "priority", "best_of", "truncate_prompt_tokens"])
 def test_true_is_no_integer(server, name):
     response = httpx.post(server.url + "/v1/completions", json={"prompt": "a", name: True})
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)

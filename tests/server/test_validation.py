@@ -262,6 +262,7 @@ def test_routes_models_and_methods(http):
     check_error(http.post("/detokenize", json={}), 400, "tokens")
     check_error(http.post("/detokenize", json={"tokens": [10**9]}), 400, "tokens")
     check_error(http.post("/detokenize", json={"tokens": ["a"]}), 400, "tokens")
+    check_error(http.post("/detokenize", json={"tokens": [True]}), 400, "tokens")
 
 
 def test_no_http_at_all(server):
