@@ -1,5 +1,4 @@
-// Tile shapes of the sm_90a expert GEMM and its shared-memory plan. See README.md for the measurements behind the
-// choice.
+// Tile shapes of the sm_90a expert GEMM and its shared-memory plan; what made them: docs/kernels/moe_experts.md.
 #pragma once
 
 #include "../common/math.h"
