@@ -124,7 +124,7 @@ def _built_module() -> Path:
     entry = cache_root() / cache_key(archs)
     if (entry / MODULE_FILE).is_file():
         return entry / MODULE_FILE
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    _make_writable(entry.parent)
     with _file_lock(entry.with_suffix(".lock")):
         if not (entry / MODULE_FILE).is_file():  # else another process built it while this one waited
             for left in entry.parent.glob(f"{entry.name}-*"):  # of a process that was killed
@@ -142,6 +142,19 @@ def _built_module() -> Path:
             finally:
                 shutil.rmtree(build, ignore_errors=True)
     return entry / MODULE_FILE
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write there"
+    except OSError as error:
+        reason = str(error)
+    if reason:
+        raise BuildError(
+            f"the CUDA kernels are not built and the cache folder {folder} cannot be written ({reason}); "
+            "set KIMI_KERNELS_CACHE to a folder that can"
+        )
 
 
 def _publish(module: Path, entry: Path) -> None:

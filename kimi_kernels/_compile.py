@@ -105,7 +105,8 @@ def require_nvcc() -> str:
 
 
 def host_compiler() -> str:
-    return shutil.which(os.environ.get("CXX", "g++")) or _missing("g++")
+    name = os.environ.get("CXX", "g++")
+    return shutil.which(name) or _missing(f"the C++ compiler {name}")
 
 
 def _ninja() -> str:

@@ -183,6 +183,18 @@ def test_without_nvcc_the_error_says_what_to_install(tree: Tree) -> None:
     assert "Install the CUDA toolkit 13" in error
 
 
+def test_a_cache_that_cannot_be_written_names_the_switch(tree: Tree) -> None:
+    tree.cache.write_text("a file, not a folder")
+    error = tree.fails(BUILT_MODULE)
+    assert f"the cache folder {tree.cache} cannot be written" in error
+    assert "set KIMI_KERNELS_CACHE" in error
+    assert tree.calls() == []
+
+
+def test_a_missing_host_compiler_is_named(tree: Tree) -> None:
+    assert "needs the C++ compiler no-such-g++" in tree.fails(BUILT_MODULE, CXX="no-such-g++")
+
+
 @pytest.mark.parametrize(
     ("code", "name", "value", "message"),
     [
