@@ -1,6 +1,6 @@
 """Argument checks of the reference path: every message names the argument, what was expected and what came.
 
-The compiled kernels check the same in C++, so the CUDA path does not pass through here.
+The compiled kernels check the same in C++; of these the CUDA path only uses what it needs to size its outputs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ def require(ok: bool, name: str, expected: str, got: object) -> None:
     """ValueError "name: expected ..., got ..." unless ``ok``."""
     if not ok:
         raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def rank(name: str, x: Any, dims: int) -> None:
+    """That ``x`` has ``dims`` dims: what the CUDA path needs before it can size its outputs (cupy arrays too)."""
+    if len(x.shape) != dims:
+        raise ValueError(f"{name}: expected {dims} dims, got shape {_show(x.shape)}")
 
 
 def num_tokens(x: Any, like: torch.Tensor) -> None:

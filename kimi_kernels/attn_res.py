@@ -34,7 +34,8 @@ def mix(
     sources, with ``out_norm_weight`` and the same eps. fp32 inside.
 
     blocks [m, T, H], 0 <= m <= 15, any strides over m and T; partial, delta [T, H] row-strided; all bf16 (CPU: also
-    float32). norm_weight, proj_weight, out_norm_weight [H] bf16 or f32.
+    float32). norm_weight, proj_weight, out_norm_weight [H] bf16 or f32. On CUDA H is a multiple of 8 up to 32768; all
+    rows and weights start at multiples of 16 bytes.
     ``partial_out`` [T, H] receives p; it may be ``partial``, ``delta`` or a further row of the buffer that ``blocks``
     is a view of (a block start without a copy). ``x_out`` [T, H] receives x. With ``delta=None`` p is ``partial``: that
     very tensor is returned (copied into ``partial_out`` when one is given).

@@ -145,6 +145,7 @@ def verify(
     if not use_reference("kda.verify", q):
         if records is None:
             check.require(accepted is None, "records", "the last run's records with accepted", None)
+            check.rank("state", state, 4)
             records = _ops.empty((state.shape[0], *record_shape(state.shape[1], MAX_RUN)), torch.float32, q)
         out = _ops.empty(tuple(q.shape), torch.bfloat16, q)
         tokens = (q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state, slots, cu_seqlens)

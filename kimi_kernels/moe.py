@@ -139,6 +139,8 @@ def experts(
     """
     check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
     if not use_reference("moe.experts", x):
+        check.rank("x", x, 2)
+        check.rank("topk_ids", topk_ids, 2)
         first, last = check_moe.expert_range(expert_range, w13)
         if out is None:
             out = _ops.empty(tuple(x.shape), torch.bfloat16, x)
@@ -205,6 +207,7 @@ def expert_rows(
     check.require(x.shape[0] > 0, "x", "at least one token", 0)
     situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
     if not use_reference("moe.experts", x):
+        check.rank("x", x, 2)
         check_moe.expert_range(dispatch.expert_range, w13)
         rest: dict[str, Any] = {"num_experts": w13.num_experts, "first_product": first_product, **situ}
         return _moe_cuda.run(x, None, None, w13, w2, dispatch=dispatch, workspace=workspace, **rest)
@@ -225,10 +228,13 @@ def finalize(
     """Gather a token's expert rows, weigh and sum them in order, apply the latent RMSNorm (K3 spec section 8).
 
     rows [R, D] row-strided bf16 or f32; row_index [T, k] int32, -1: no row (its weight is not looked at); weights
-    [T, k] f32; norm_weight [D] or None (the sum as it is: reduce over ranks first). fp32 inside.
+    [T, k] f32; norm_weight [D] or None (the sum as it is: reduce over ranks first). On CUDA D is a multiple of 8 up to
+    8192, rows and norm_weight start at multiples of 16 bytes. fp32 inside.
     Returns [T, D] of rows' dtype; a token without rows is 0. Raises ValueError naming the argument at fault.
     """
     if not use_reference("moe.finalize", rows):
+        check.rank("rows", rows, 2)
+        check.rank("row_index", row_index, 2)
         out = _ops.empty((row_index.shape[0], rows.shape[1]), rows.dtype, rows)
         _ops.call("moe_finalize", rows, row_index, weights, norm_weight, out, eps)
         return out

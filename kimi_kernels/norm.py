@@ -17,8 +17,9 @@ _ops.define("norm_rms_gated(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out
 def rms(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, out: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight`` (K3 spec section 3).
 
-    x [T, H] row-strided, bf16 (CPU: also float32); weight [H] bf16 or f32. Statistics and scaling in fp32, one
-    rounding. ``out`` [T, H] of x's dtype is written and returned; it may be ``x`` itself. T = 0 is allowed.
+    x [T, H] row-strided, bf16 (CPU: also float32); weight [H] bf16 or f32. On CUDA H is a multiple of 8 up to 16384,
+    rows and weight start at multiples of 16 bytes. Statistics and scaling in fp32, one rounding.
+    ``out`` [T, H] of x's dtype is written and returned; it may be ``x`` itself. T = 0 is allowed.
     Returns [T, H] of x's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms", x):
@@ -35,8 +36,9 @@ def rms_gated(
 ) -> torch.Tensor:
     """RMSNorm over each group of D columns, then times ``sigmoid(gate)`` (K3 spec section 5 step 7).
 
-    x, gate [T, groups*D] row-strided, bf16 (CPU: also float32); weight [D] f32 or bf16, shared by the groups. fp32
-    inside, one rounding. ``out`` [T, groups*D] is written and returned; it may be ``x``.
+    x, gate [T, groups*D] row-strided, bf16 (CPU: also float32); weight [D] f32 or bf16, shared by the groups. On
+    CUDA D is 128, rows and weight start at multiples of 16 bytes. fp32 inside, one rounding.
+    ``out`` [T, groups*D] is written and returned; it may be ``x``.
     Returns [T, groups*D] of x's dtype. Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms_gated", x):
@@ -56,11 +58,12 @@ def rms_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm, then E4M3 with one f32 scale per token and 128 columns, from the fp32 value in one pass.
 
-    x, weight, eps as ``rms``; scale and rounding as ``quant.fp8_per_token_group``. ``out`` [T, H] of x's dtype receives
-    the norm's own result too. Returns (values float8_e4m3fn [T, H], scales f32 [T, ceil(H/128)]).
+    x, weight, eps, limits as ``rms``; scale and rounding as ``quant.fp8_per_token_group``.
+    ``out`` [T, H] of x's dtype receives the norm's own result too. Returns (values float8_e4m3fn [T, H], scales f32 [T, ceil(H/128)]).
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms_fp8", x):
+        check.rank("x", x, 2)
         values = _ops.empty(tuple(x.shape), torch.float8_e4m3fn, x)
         scale = _ops.empty((x.shape[0], -(-x.shape[1] // 128)), torch.float32, x)
         _ops.call("norm_rms", x, weight, out, values, scale, eps)

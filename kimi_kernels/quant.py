@@ -22,13 +22,14 @@ def fp8_per_token_group(x: torch.Tensor, *, group: int = 128) -> tuple[torch.Ten
     Returns (values float8_e4m3fn [T, K], scales f32 [T, ceil(K/group)]): x ~ value * scale.
     Raises ValueError naming the argument at fault.
     """
+    check.require(group > 0 and group % 32 == 0, "group", "a multiple of 32", group)
     if not use_reference("quant.fp8_per_token_group", x):
+        check.rank("x", x, 2)
         values = _ops.empty(tuple(x.shape), torch.float8_e4m3fn, x)
         scale = _ops.empty((x.shape[0], -(-x.shape[1] // group)), torch.float32, x)
         _ops.call("quant_fp8_per_token_group", x, values, scale, group)
         return values, scale
     check.tensor("x", x, (None, None), check.ACTIVATION, row=True)
-    check.require(group > 0 and group % 32 == 0, "group", "a multiple of 32", group)
     return reference.fp8_per_token_group(x, group)
 
 
@@ -42,6 +43,7 @@ def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises ValueError naming the argument at fault.
     """
     if not use_reference("quant.mxfp8", x):
+        check.rank("x", x, 2)
         values = _ops.empty(tuple(x.shape), torch.float8_e4m3fn, x)
         scale = _ops.empty((x.shape[0], x.shape[1] // 32), torch.uint8, x)
         _ops.call("quant_mxfp8", x, values, scale)

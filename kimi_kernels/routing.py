@@ -46,6 +46,8 @@ def topk(
     Returns (ids [T, k] int32, weights [T, k] f32). Raises ValueError naming the argument at fault.
     """
     if not use_reference("routing.topk", logits):
+        check.rank("logits", logits, 2)
+        check.require(k >= 1, "k", "at least 1", k)
         ids = _ops.empty((logits.shape[0], k), torch.int32, logits)
         weights = _ops.empty((logits.shape[0], k), torch.float32, logits)
         _ops.call("routing_topk", logits, bias, num_tokens, ids, weights, counts, num_groups, topk_groups, float(scale))
@@ -99,10 +101,10 @@ def dispatch(
     Returns a Dispatch. Raises ValueError naming the argument at fault.
     """
     check.require(tile_tokens > 0 and tile_tokens % 8 == 0, "tile_tokens", "a multiple of 8", tile_tokens)
+    check.require(1 <= num_experts <= 1024, "num_experts", "1 to 1024", num_experts)
     if not use_reference("routing.dispatch", ids):
         return _dispatch_cuda(ids, num_experts, expert_range or (0, num_experts), num_tokens, counts, tile_tokens)
     check.tensor("ids", ids, (None, None), check.INT32)
-    check.require(1 <= num_experts <= 1024, "num_experts", "1 to 1024", num_experts)
     if ids.is_cpu and ids.numel():  # free of a device sync only there
         low, high = (int(v) for v in ids.aminmax())
         check.require(low >= -1 and high < num_experts, "ids", f"-1 to {num_experts - 1}", f"{low} to {high}")
@@ -133,7 +135,7 @@ def _dispatch_cuda(
     )
     if counts is not None:
         check.require(tuple(counts.shape) == (num_experts + 1,), "counts", f"shape [{num_experts + 1}]", counts.shape)
-    check.require(ids.ndim == 2, "ids", "2 dimensions", ids.ndim)
+    check.rank("ids", ids, 2)
     pairs, experts = ids.shape[0] * ids.shape[1], last - first
     scratch = _ops.module().routing_dispatch_scratch(pairs, experts)
     result = Dispatch(

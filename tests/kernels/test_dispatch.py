@@ -78,6 +78,36 @@ def test_missing_kernel_says_what_to_do() -> None:
     assert "KIMI_KERNELS_REFERENCE=mla.decode" in str(error)
 
 
+class CudaArray(OnCuda):
+    """A CUDA tensor's shape, for the checks that come before anything is allocated."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda k: k.routing.topk(CudaArray(8), None, 2), r"logits: expected 2 dims, got shape \[8\]"),
+        (lambda k: k.routing.topk(CudaArray(3, 8), None, -1), "k: expected at least 1, got -1"),
+        (lambda k: k.routing.dispatch(CudaArray(8), 8), r"ids: expected 2 dims, got shape \[8\]"),
+        (lambda k: k.routing.dispatch(CudaArray(3, 2), 2000), "num_experts: expected 1 to 1024, got 2000"),
+        (lambda k: k.norm.rms_fp8(CudaArray(128), None), r"x: expected 2 dims, got shape \[128\]"),
+        (lambda k: k.quant.fp8_per_token_group(CudaArray()), r"x: expected 2 dims, got shape \[\]"),
+        (lambda k: k.quant.fp8_per_token_group(CudaArray(2, 128), group=0), "group: expected a multiple of 32, got 0"),
+        (lambda k: k.quant.mxfp8(CudaArray(1, 2, 32)), r"x: expected 2 dims, got shape \[1, 2, 32\]"),
+        (lambda k: k.moe.finalize(CudaArray(64), CudaArray(2, 2), None, None), r"rows: expected 2 dims"),
+        (lambda k: k.moe.finalize(CudaArray(4, 64), CudaArray(2), None, None), r"row_index: expected 2 dims"),
+        (lambda k: k.moe.experts(CudaArray(64), CudaArray(1, 2), None, None, None), r"x: expected 2 dims"),
+        (lambda k: k.moe.experts(CudaArray(1, 64), CudaArray(2), None, None, None), r"topk_ids: expected 2 dims"),
+    ],
+)
+def test_shapes_that_size_the_outputs_are_checked_before_a_kernel_is_called(switch, call, message: str) -> None:
+    switch(None)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(kimi_kernels)
+
+
 def test_every_operation_of_the_switch_is_a_public_function() -> None:
     for name in _dispatch.OPERATIONS:
         family, operation = name.split(".")
