@@ -59,8 +59,8 @@ def rms_fp8(
     """RMSNorm, then E4M3 with one f32 scale per token and 128 columns, from the fp32 value in one pass.
 
     x, weight, eps, limits as ``rms``; scale and rounding as ``quant.fp8_per_token_group``.
-    ``out`` [T, H] of x's dtype receives the norm's own result too. Returns (values float8_e4m3fn [T, H], scales f32 [T, ceil(H/128)]).
-    Raises ValueError naming the argument at fault.
+    ``out`` [T, H] of x's dtype receives the norm's own result too.
+    Returns (values float8_e4m3fn [T, H], scales f32 [T, ceil(H/128)]). Raises ValueError naming the argument at fault.
     """
     if not use_reference("norm.rms_fp8", x):
         check.rank("x", x, 2)
