@@ -10,7 +10,15 @@ from kimi_kernels import _check as check
 from kimi_kernels.reference.expert_weights import ExpertWeights
 
 FORMATS = ("mxfp4", "fp8", "bf16")
+ACTIVATIONS = ("fp8", "bf16")
 FP8 = (torch.float8_e4m3fn,)
+
+
+def settings(activation: str, beta: float, linear_beta: float | None) -> None:
+    """How the products run and SiTU's two numbers."""
+    check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
+    check.require(beta > 0, "beta", "a positive number", beta)
+    check.require(linear_beta is None or linear_beta > 0, "linear_beta", "a positive number or None", linear_beta)
 
 
 def sizes(experts: int, inner: int, width: int) -> None:

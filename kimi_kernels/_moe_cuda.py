@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kimi_kernels import _check as check
 from kimi_kernels import _check_moe as check_moe
 from kimi_kernels import _moe_sm90 as sm90
 from kimi_kernels import _ops
@@ -103,7 +102,6 @@ def run(
         needed = plan(*shape, w13.format, activation)
     if workspace is None:
         workspace = _ops.empty((needed["workspace_bytes"],), torch.uint8, x)
-    check.require(linear_beta is None or linear_beta > 0, "linear_beta", "a positive number or None", linear_beta)
     _ops.call(
         "moe_experts",
         x,

@@ -87,7 +87,8 @@ def decode_(
     beta (raw) [T, heads]: row-strided, one dtype, bf16 (CPU: also float32). conv_weight [3*heads*128, 4] (q, k, v rows,
     last tap = this token), a_log [>= heads] (the first ``heads`` count), dt_bias [heads*128], o_norm [128]: f32.
     state f32 [slots, heads, 128 v, 128 k] and conv_state [slots, 3, 3*heads*128] (raw rows, oldest first; bf16, CPU:
-    also float32) are views of slot-major pools: contiguous within a slot, any slot stride.
+    also float32) are views of slot-major pools: contiguous within a slot, any slot stride. On CUDA heads is at most 96,
+    and states, their slot strides and conv_weight are at multiples of 16 bytes.
     slots [T] int32: row i works on slot slots[i]; distinct, but 0 = padding: nothing is read or written, output 0.
     ``fresh`` [T] bool: the sequence starts here; nothing of its slot is read. ``num_tokens`` int32 [1]: rows beyond it
     are padding. ``lower_bound`` < 0: g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)). ``eps``: the output norm's.

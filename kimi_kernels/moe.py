@@ -18,7 +18,7 @@ _ops.define(
     "moe_finalize(Tensor rows, Tensor row_index, Tensor weights, Tensor? norm_weight, Tensor(a!) out, float eps) -> ()"
 )
 
-ACTIVATIONS = ("fp8", "bf16")
+ACTIVATIONS = check_moe.ACTIVATIONS
 
 
 def pack_mxfp4(
@@ -127,7 +127,8 @@ def experts(
     ``expert_range`` (first, last+1): ids outside are skipped; the weights may hold just that range or all experts.
     ``num_experts``: over how many experts the ids are spread, other ranks' too (speed only; None: those held here).
     ``dispatch``: the work list of ``routing.dispatch`` for these ids; None makes it inside. ``out`` [T, D] of x's
-    dtype is written and returned. ``workspace``: uint8 of ``workspace_size`` bytes; None allocates.
+    dtype is written and returned. ``workspace``: uint8 of ``workspace_size`` bytes; None allocates. k is at most 16.
+    On CUDA: compute capability 9.0, D at most 8192, x and out rows at multiples of 16 bytes, workspace at 128.
 
     ``activation`` says how bf16 x and the intermediate h enter the products: "fp8" quantises both to E4M3 (x with a
     scale per token and 128 columns, h from fp32 with one per token and 64), "bf16" rounds h to bf16. A bf16 x means the
@@ -137,7 +138,7 @@ def experts(
 
     Returns [T, D] of x's dtype. Raises ValueError naming the argument at fault.
     """
-    check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
+    check_moe.settings(activation, beta, linear_beta)
     if not use_reference("moe.experts", x):
         check.rank("x", x, 2)
         check.rank("topk_ids", topk_ids, 2)
@@ -203,7 +204,7 @@ def expert_rows(
     [T*k, 2I] of x's dtype: row i receives x w1^T | x w3^T of the pair ``dispatch.pairs[i]``. The rows lie in
     ``workspace`` (as in ``experts``) on CUDA. Other arguments and errors as ``experts``.
     """
-    check.require(activation in ACTIVATIONS, "activation", '"fp8" or "bf16"', repr(activation))
+    check_moe.settings(activation, beta, linear_beta)
     check.require(x.shape[0] > 0, "x", "at least one token", 0)
     situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
     if not use_reference("moe.experts", x):

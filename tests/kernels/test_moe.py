@@ -42,6 +42,12 @@ def test_experts_against_fp64(fmt: str, tokens: int) -> None:
         assert not got[3].any()
 
 
+@pytest.mark.parametrize(("name", "value"), [("beta", 0.0), ("beta", float("nan")), ("linear_beta", -1.0)])
+def test_activation_constants_are_positive(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected a positive number"):
+        moe.experts(torch.zeros(1, 32), None, None, None, None, **{name: value})
+
+
 @pytest.mark.parametrize(("beta", "linear_beta"), [(4.0, None), (1.0, 25.0), (2.0, 3.0)])
 def test_activation_constants(beta: float, linear_beta: float | None) -> None:
     raw = raw_weights("bf16")
