@@ -103,9 +103,11 @@ def exports(exports: torch.Tensor, lengths: list[int], state: torch.Tensor) -> N
 
 def pools(state: torch.Tensor, conv_state: torch.Tensor, *, layers: bool = True) -> None:
     """``layers``: the whole pools of all layers are good, too."""
-    if not layers:
-        check.tensor("state", state, (None, None, DIM, DIM), check.F32)
     check.tensor("state", state, None, check.F32)
-    check.require(state.ndim in (4, 5), "state", "[slots, heads, 128, 128] or the pool of 5 dims", list(state.shape))
+    if layers:
+        known = "[slots, heads, 128, 128] or the pool of 5 dims"
+        check.require(state.ndim in (4, 5), "state", known, f"{state.ndim} dims")
+    lead_dims = state.ndim - 2 if layers else 2
+    check.tensor("state", state, (*(None,) * lead_dims, DIM, DIM))
     lead = state.shape[: state.ndim - 3]  # [slots] or [slots, layers]
     check.tensor("conv_state", conv_state, (*lead, 3, 3 * state.shape[-3] * DIM), check.ACTIVATION, like=state)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kimi_kernels import _check_moe as check_moe
 from kimi_kernels import _moe_sm90 as sm90
 from kimi_kernels import _ops
 from kimi_kernels._dispatch import KernelUnavailableError
@@ -93,11 +92,12 @@ def run(
     first_product: Any = None,
     out: Any = None,
 ) -> Any:
-    """Everything after the dispatch. Returns ``out``; without it the rows of all choices, a view of the workspace."""
-    check_moe.packed(x, w13, w2, LAYOUT)
+    """Everything after the dispatch, on weights that ``_check_moe.packed`` has seen. Returns ``out``; without it the
+    rows of all choices, a view of the workspace."""
     first, last = dispatch.expert_range
     inner, pairs = w2.cols, dispatch.pairs.shape[0]
-    shape = (x.shape[0], pairs // x.shape[0], last - first, num_experts, w13.cols, inner)
+    top_k = pairs // x.shape[0] if topk_ids is None else topk_ids.shape[1]  # there may be no token
+    shape = (x.shape[0], top_k, last - first, num_experts, w13.cols, inner)
     if workspace is None or out is None:
         needed = plan(*shape, w13.format, activation)
     if workspace is None:

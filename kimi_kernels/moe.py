@@ -142,11 +142,10 @@ def experts(
     if not use_reference("moe.experts", x):
         check.rank("x", x, 2)
         check.rank("topk_ids", topk_ids, 2)
+        check_moe.packed(x, w13, w2, _moe_cuda.LAYOUT)
         first, last = check_moe.expert_range(expert_range, w13)
         if out is None:
             out = _ops.empty(tuple(x.shape), torch.bfloat16, x)
-        if x.shape[0] == 0:
-            return out
         spread = num_experts or w13.num_experts
         if dispatch is None:
             form = str(topk_ids.dtype).rsplit(".", 1)[-1]
@@ -209,6 +208,7 @@ def expert_rows(
     situ: dict[str, Any] = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
     if not use_reference("moe.experts", x):
         check.rank("x", x, 2)
+        check_moe.packed(x, w13, w2, _moe_cuda.LAYOUT)
         check_moe.expert_range(dispatch.expert_range, w13)
         rest: dict[str, Any] = {"num_experts": w13.num_experts, "first_product": first_product, **situ}
         return _moe_cuda.run(x, None, None, w13, w2, dispatch=dispatch, workspace=workspace, **rest)

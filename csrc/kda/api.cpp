@@ -160,18 +160,22 @@ void commit(py::handle state, py::handle conv_state, py::handle records, py::han
 SlotParams read_pools(Call& call, py::handle state_arg, py::handle conv_arg) {
   const Tensor state = call.tensor("state", state_arg).is({DType::kF32});
   const Tensor conv = call.tensor("conv_state", conv_arg).is({DType::kBF16});
-  call.require(state.ndim == 4 || state.ndim == 5,
-               "state must be [slots, heads, 128, 128] or [slots, layers, heads, 128, 128]");
-  conv.rank(state.ndim - 1);
-  call.require(conv.shape[0] == state.shape[0], "conv_state must have as many slots as state, " +
-                                                    std::to_string(state.shape[0]) + ", got " +
-                                                    std::to_string(conv.shape[0]));
+  if (state.ndim != 4 && state.ndim != 5) {
+    state.fail("[slots, heads, 128, 128] or the pool of 5 dims", std::to_string(state.ndim) + " dims");
+  }
+  const int64_t channels = 3 * state.shape[state.ndim - 3] * kHeadDim;
+  if (state.ndim == 4) {
+    state.sizes({kAny, kAny, kHeadDim, kHeadDim});
+    conv.sizes({state.shape[0], 3, channels});
+  } else {
+    state.sizes({kAny, kAny, kAny, kHeadDim, kHeadDim});
+    conv.sizes({state.shape[0], state.shape[1], 3, channels});
+  }
   state.inner_contiguous(state.ndim - 1).aligned(16);
   conv.inner_contiguous(conv.ndim - 1).aligned(16);
-  auto inner_bytes = [&](const Tensor& x, int64_t item) {
+  auto inner_bytes = [](const Tensor& x, int64_t item) {  // a multiple of 16, by the sizes above
     int64_t count = 1;
     for (int i = 1; i < x.ndim; ++i) count *= x.shape[i];
-    call.require(count * item % 16 == 0, std::string(x.name) + ": a slot must be a multiple of 16 bytes");
     return count * item;
   };
   SlotParams p = {};
@@ -191,7 +195,7 @@ void zero(py::handle state, py::handle conv_state, py::handle slots) {
   const Tensor list = call.tensor("slots", slots).rank(1);
   p.count = static_cast<int32_t>(list.shape[0]);
   p.target = indices(list, p.count);
-  if (p.count > 0) launch_slots(p, call.stream());
+  if (p.count > 0 && p.state_inner > 0) launch_slots(p, call.stream());
 }
 
 void copy(py::handle state, py::handle conv_state, py::handle src, py::handle dst) {
@@ -201,7 +205,7 @@ void copy(py::handle state, py::handle conv_state, py::handle src, py::handle ds
   p.count = static_cast<int32_t>(source.shape[0]);
   p.source = indices(source, p.count);
   p.target = indices(call.tensor("dst", dst), p.count);
-  if (p.count > 0) launch_slots(p, call.stream());
+  if (p.count > 0 && p.state_inner > 0) launch_slots(p, call.stream());
 }
 
 }  // namespace

@@ -105,15 +105,14 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
   const int64_t tokens = x.shape[0], width = x.shape[1];
   const Tensor pair_list = call.tensor("dispatch.pairs", pairs_arg).is({DType::kI32}).rank(1).contiguous();
   const int64_t pairs = pair_list.shape[0], top_k = tokens > 0 ? pairs / tokens : 1;
-  call.require(tokens == 0 || pairs == tokens * top_k, "dispatch must be one of the tokens of x");
+  call.require(pairs == tokens * top_k, "dispatch must be one of the tokens of x");
   const Tensor out = call.optional("out", out_arg);
   const Tensor ids = call.optional("topk_ids", ids_arg), topk_weights = call.optional("topk_weights", topk_weights_arg);
   if (out) {
     out.is({DType::kBF16}).sizes({tokens, width}).row_strided().aligned(16);
     call.require(ids && topk_weights, "topk_ids and topk_weights must be given");
-    if (tokens == 0) return;
-    ids.is({DType::kI32}).sizes({tokens, top_k}).contiguous();
-    topk_weights.is({DType::kF32}).sizes({tokens, top_k}).contiguous();
+    ids.is({DType::kI32}).rank(2).sizes({tokens, tokens > 0 ? top_k : kAny}).contiguous();
+    topk_weights.is({DType::kF32}).sizes({tokens, ids.shape[1]}).contiguous();
   }
   call.require(first >= 0 && first < last, "expert_range must be first < last + 1");
   const Problem problem =

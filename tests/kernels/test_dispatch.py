@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kimi_kernels
-from kimi_kernels import _dispatch
+from kimi_kernels import _dispatch, _moe_cuda, _ops
+from kimi_kernels.reference.expert_weights import ExpertWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,3 +124,47 @@ def test_import_touches_neither_cuda_nor_the_compiled_module() -> None:
         "assert not torch.cuda.is_initialized(); assert 'kimi_kernels._C' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def sm90_weights(cols: int = 64, layout: str = "sm90") -> tuple[ExpertWeights, ExpertWeights]:
+    """Two experts of width 64 and inner width 32 by their numbers; no byte of them is looked at here."""
+    data = torch.zeros(2, 128, dtype=torch.uint8)
+    return (
+        ExpertWeights("mxfp4", layout, data, None, 2, 64, cols),
+        ExpertWeights("mxfp4", layout, data, None, 2, cols, 32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (sm90_weights(96), ValueError, r"w13: expected 64 columns \(x has 64\), got 96"),
+        (sm90_weights(layout="plain"), ValueError, "w13: expected layout \"sm90\", got 'plain'"),
+        ((None, None), TypeError, "w13: expected ExpertWeights from a pack function, got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_packed_weights_are_checked_before_anything_runs(switch, weights, error, message: str, tokens: int) -> None:
+    switch(None)
+    with pytest.raises(error, match=f"^{message}"):
+        kimi_kernels.moe.experts(CudaArray(tokens, 64), CudaArray(tokens, 2), None, *weights)
+
+
+def test_without_tokens_the_compiled_checks_see_every_argument(switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    switch(None)
+    calls = []
+    monkeypatch.setattr(_ops, "call", lambda name, *args: calls.append((name, args)))
+    monkeypatch.setattr(_ops, "empty", lambda shape, dtype, like: CudaArray(*shape))
+    numbers = {"piece_rows": 8, "workspace_bytes": 512, "rows": 0}
+    monkeypatch.setattr(_moe_cuda, "plan", lambda *shape: {"shape": shape} | numbers)
+    monkeypatch.setattr(_ops, "module", lambda: SimpleNamespace(routing_dispatch_scratch=lambda pairs, experts: 0))
+    x, ids, out, norm = CudaArray(0, 64), CudaArray(0, 2), CudaArray(0, 64), CudaArray(64)
+    ids.dtype = torch.int32
+    w13, w2 = sm90_weights()
+    got = kimi_kernels.moe.experts(x, ids, topk_weights := CudaArray(0, 2), w13, w2, norm_weight=norm, out=out)
+    assert got is out
+    assert [name for name, _ in calls] == ["routing_dispatch", "moe_experts"]
+    args = calls[1][1]
+    assert args[:6] == (x, ids, topk_weights, w13.data, w2.data, norm)
+    assert args[10] is out
+    assert args[11].shape == (512,)

@@ -134,6 +134,24 @@ def test_copy_is_bit_for_bit_and_skips_slot_0() -> None:
         assert_equal(name, pools[name], want)
 
 
+@pytest.mark.parametrize(
+    ("state", "conv_state", "message"),
+    [
+        ((4, 2, 128, 64), (4, 3, 768), r"state: expected shape \[\*, \*, 128, 128\], got \[4, 2, 128, 64\]"),
+        ((4, 3, 2, 64, 128), (4, 3, 3, 768), r"state: expected shape \[\*, \*, \*, 128, 128\], got"),
+        ((4, 128, 128), (4, 3, 768), r"state: expected \[slots, heads, 128, 128\] or the pool of 5 dims, got 3 dims"),
+        ((4, 2, 128, 128), (4, 3, 767), r"conv_state: expected shape \[4, 3, 768\], got \[4, 3, 767\]"),
+        ((4, 3, 2, 128, 128), (4, 2, 3, 768), r"conv_state: expected shape \[4, 3, 3, 768\], got \[4, 2, 3, 768\]"),
+    ],
+)
+def test_zero_and_copy_name_the_pool_at_fault(state: tuple, conv_state: tuple, message: str) -> None:
+    pools = torch.zeros(state), torch.zeros(conv_state)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kda.zero_(*pools, int32([1]))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kda.copy_(*pools, int32([1]), int32([2]))
+
+
 def test_plan_belongs_to_its_lengths() -> None:
     case = Case(10)
     pools = case.pools()
