@@ -1,12 +1,11 @@
 """Builds the CUDA kernels ahead of time when nvcc is there; everything else about the package is in pyproject.toml.
 
-KIMI_KERNELS_NO_CUDA=1 skips the CUDA build, KIMI_KERNELS_ARCHS chooses architectures (kimi_kernels/_env.py). Without
-nvcc the package installs with the CPU reference only; a machine with a GPU and nvcc then builds at the first CUDA call
-(kimi_kernels/_build.py).
+KIMI_KERNELS_NO_CUDA=1 skips the CUDA build, KIMI_KERNELS_ARCHS chooses architectures, MAX_JOBS limits how many sources
+are compiled at once (kimi_kernels/_env.py). Without nvcc the package installs with the CPU reference only; a machine
+with a GPU and nvcc then builds at the first CUDA call (kimi_kernels/_build.py).
 """
 
 import importlib.util
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -46,10 +45,9 @@ def with_kernels() -> bool:
 class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         folder = Path(self.build_temp).resolve() / "kernels"
-        jobs = int(os.environ.get("MAX_JOBS") or 0) or None
         archs = compiler.chosen_archs() or sources.ALL_ARCHS
         print(f"kimi_kernels: compiling for {', '.join(archs)}", flush=True)
-        module = compiler.compile_module(folder, archs, built="ahead of time", extra=compiler.extra_flags(), jobs=jobs)
+        module = compiler.compile_module(folder, archs, built="ahead of time", extra=compiler.extra_flags())
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(module, target)

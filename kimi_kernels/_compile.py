@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,9 +40,11 @@ def compile_module(
 ) -> Path:
     """Compiles every source for `archs` with ninja in the folder `build` and links the module there. Returns its path.
 
+    `jobs` sources at once; None: as MAX_JOBS says, without it as ninja chooses.
     Beside each object `NAME.o` stands `NAME.o.log`, what the compiler said (resources of each kernel among it). Raises
     BuildError with the compiler's output when it fails, or when nvcc, ninja or pybind11 is missing.
     """
+    jobs = jobs or env.max_jobs()
     build.mkdir(parents=True, exist_ok=True)
     (build / "build.ninja").write_text(_ninja_file(archs, built, extra or []))
     command = [_ninja(), "-C", str(build), *(["-j", str(jobs)] if jobs else [])]
@@ -95,11 +98,20 @@ def extra_flags() -> list[str]:
 
 
 def require_nvcc() -> str:
+    """nvcc, of a version that knows the architectures. BuildError that says which one is needed."""
     nvcc = sources.find_nvcc()
     if nvcc is None:
         raise BuildError(
             "the CUDA kernels are not built and nvcc was not found (looked at CUDA_HOME, PATH, /usr/local/cuda). "
             "Install the CUDA toolkit 13 and call again, or install a wheel with kernels, or use CPU tensors."
+        )
+    text = sources.nvcc_version(nvcc)
+    release = re.search(r"release (\d+)\.(\d+)", text)
+    if release is None or int(release[1]) < sources.CUDA_MAJOR:
+        found = f"is {release[1]}.{release[2]}" if release else f"calls itself {text!r}"
+        raise BuildError(
+            f"building the CUDA kernels needs nvcc {sources.CUDA_MAJOR}.0 or later, {nvcc} {found}. Install the CUDA "
+            f"toolkit {sources.CUDA_MAJOR} and name it in CUDA_HOME; KIMI_KERNELS_NO_CUDA=1 installs without kernels."
         )
     return nvcc
 

@@ -36,6 +36,17 @@ def text(name: str) -> str:
     return os.environ.get(name) or str(DEFAULTS[name])
 
 
+def max_jobs() -> int | None:
+    """MAX_JOBS, as torch's extension builds know it: how many sources are compiled at once, at install and at first
+    use; None (ninja decides from the cores) when unset or empty. EnvError unless a positive whole number."""
+    value = os.environ.get("MAX_JOBS", "").strip()
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise EnvError(f"MAX_JOBS must be a positive whole number, got {value!r}")
+    return int(value)
+
+
 def items(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """A comma list of members of ``known``, in the order of ``known``; empty when unset. EnvError for any other."""
     given = [item.strip() for item in text(name).split(",")] if text(name) else []

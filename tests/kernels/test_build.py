@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Writes a line to $FAKE_LOG for each call, then the object; $FAKE_SLEEP makes it slow, $FAKE_FAIL makes it fail.
 NVCC = """#!/bin/sh
-if [ "$1" = --version ]; then echo "fake nvcc ${FAKE_VERSION:-1}"; exit 0; fi
+if [ "$1" = --version ]; then echo "fake, release ${FAKE_VERSION:-13.0}, V1"; exit 0; fi
 printf "%s|" "$@" >> "$FAKE_LOG"; echo >> "$FAKE_LOG"
 [ -z "$FAKE_SLEEP" ] || sleep "$FAKE_SLEEP"
 [ -z "$FAKE_FAIL" ] || { echo "error: no such register"; exit 1; }
@@ -139,7 +139,7 @@ def test_the_key_follows_sources_flags_compiler_and_architectures(tree: Tree) ->
         tree.run(code),
         tree.run(code, KIMI_KERNELS_NVCC_FLAGS="-DKIMI_PDL_DELAY_NS=50000"),
         tree.run(code, KIMI_KERNELS_ARCHS="sm_90a"),
-        tree.run(code, FAKE_VERSION="2"),
+        tree.run(code, FAKE_VERSION="13.1"),
     ]
     (tree.root / "csrc" / "norm" / "rms.cuh").write_text("// kernel, changed\n")
     keys.append(tree.run(code))
@@ -183,6 +183,44 @@ def test_without_nvcc_the_error_says_what_to_install(tree: Tree) -> None:
     assert "Install the CUDA toolkit 13" in error
 
 
+@pytest.mark.parametrize(("version", "found"), [("12.9", "is 12.9"), ("unknown", "calls itself 'fake, release")])
+def test_an_nvcc_that_is_too_old_is_named_with_the_version_needed(tree: Tree, version: str, found: str) -> None:
+    error = tree.fails(BUILT_MODULE, FAKE_VERSION=version)
+    assert f"needs nvcc 13.0 or later, {tree.env['CUDA_HOME']}/bin/nvcc {found}" in error
+    assert tree.calls() == []
+
+
+def test_an_old_nvcc_fails_the_installation_with_the_same_words(tree: Tree, tmp_path: Path) -> None:
+    result = tree.setup(tmp_path / "out", FAKE_VERSION="12.4")
+    assert result.returncode != 0
+    assert "needs nvcc 13.0 or later" in result.stderr
+    assert "KIMI_KERNELS_NO_CUDA=1 installs without kernels" in result.stderr
+    assert tree.calls() == []
+
+
+NINJA = """#!/bin/sh
+echo "$@" >> "$FAKE_LOG"
+exit 1
+"""
+
+
+@pytest.mark.parametrize("value", ["3", ""])
+def test_max_jobs_counts_at_first_use_and_at_installation(tree: Tree, tmp_path: Path, value: str) -> None:
+    fake = tmp_path / "bin" / "ninja"
+    fake.parent.mkdir()
+    fake.write_text(NINJA)
+    fake.chmod(0o755)
+    (fake.parent / "python").symlink_to(sys.executable)  # ninja is looked for beside the interpreter first
+    env = {"MAX_JOBS": value}
+    beside = f"sys.executable = {str(fake.parent / 'python')!r}; "
+    tree.fails(f"{beside}_build._built_module()", **env)
+    setup = f"{beside}sys.argv = ['setup.py', '-q', 'build']; del sys.modules['torch']; "
+    tree.fails(f"{setup}import runpy; runpy.run_path('setup.py', run_name='__main__')", **env)
+    assert len(tree.calls()) == 2
+    assert all(call.startswith("-C ") for call in tree.calls())
+    assert [call.partition(" -j ")[2] for call in tree.calls()] == [value] * 2
+
+
 def test_a_cache_that_cannot_be_written_names_the_switch(tree: Tree) -> None:
     tree.cache.write_text("a file, not a folder")
     error = tree.fails(BUILT_MODULE)
@@ -199,6 +237,8 @@ def test_a_missing_host_compiler_is_named(tree: Tree) -> None:
     ("code", "name", "value", "message"),
     [
         ("chosen_archs()", "KIMI_KERNELS_ARCHS", "sm_90", "comma list of sm_90a, sm_100f, sm_103f, got 'sm_90'"),
+        ("_built_module()", "MAX_JOBS", "many", "MAX_JOBS must be a positive whole number, got 'many'"),
+        ("_built_module()", "MAX_JOBS", "0", "MAX_JOBS must be a positive whole number, got '0'"),
         ("env.flag('KIMI_KERNELS_NO_CUDA')", "KIMI_KERNELS_NO_CUDA", "yes", "must be 0 or 1, got 'yes'"),
     ],
 )
