@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-CUDA_MAJOR = 13  # toolkit that the kernels are written for: the first with every target below
+CUDA_MAJOR = 13  # the oldest toolkit that the kernels are built and checked with
 
 # nvcc's name of each architecture -> the real architectures in the binary. One front-end pass serves both sm_100f and
 # sm_103f. Tensor-core instructions exist only for the `a` and `f` targets.
