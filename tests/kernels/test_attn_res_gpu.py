@@ -12,6 +12,7 @@ import torch
 from kimi_kernels import attn_res
 from kimi_kernels.reference import attn_res as reference
 from kimi_kernels.testing.compare import assert_close, assert_equal
+from tests.kernels.arrays import call, with_cupy
 
 pytestmark = pytest.mark.gpu
 
@@ -31,23 +32,29 @@ def weights(hidden: int) -> tuple[torch.Tensor, ...]:
     return (1 + 0.1 * bf16(hidden), 0.05 * bf16(hidden), 1 + 0.1 * bf16(hidden))
 
 
-def check(blocks: torch.Tensor, partial: torch.Tensor, delta: torch.Tensor | None, w: tuple[torch.Tensor, ...]) -> None:
+def check(
+    blocks: torch.Tensor,
+    partial: torch.Tensor,
+    delta: torch.Tensor | None,
+    w: tuple[torch.Tensor, ...],
+    library: str = "torch",
+) -> None:
     out = torch.full_like(partial, float("nan")) if delta is not None else None
     x_out = torch.full_like(partial, float("nan"))
-    total, x = attn_res.mix(blocks, partial, delta, *w, partial_out=out, x_out=x_out)
+    total, x = call(library, attn_res.mix, blocks, partial, delta, *w, partial_out=out, x_out=x_out)
     want = partial if delta is None else partial + delta
     assert_equal("partial + delta", total, want)
     assert_close("x", x, reference.mix(blocks, want, *w, 1e-5), atol=2e-3, rtol=BF16_STEP, cosine=2e-6)
     assert x.data_ptr() == x_out.data_ptr()
-    assert_equal("x again", attn_res.mix(blocks, partial, delta, *w)[1], x)
+    assert_equal("x again", call(library, attn_res.mix, blocks, partial, delta, *w)[1], x)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 17, 66, 132, 133, 257, 1000])
+@pytest.mark.parametrize(("library", "tokens"), with_cupy([0, 1, 3, 17, 66, 132, 133, 257, 1000]))
 @pytest.mark.parametrize("num_blocks", [0, 1, 4, 8])
 @pytest.mark.parametrize("with_delta", [True, False])
-def test_k3_width(tokens: int, num_blocks: int, with_delta: bool) -> None:
+def test_k3_width(library: str, tokens: int, num_blocks: int, with_delta: bool) -> None:
     delta = bf16(tokens, 7168) if with_delta else None
-    check(bf16(num_blocks, tokens, 7168) * 2, bf16(tokens, 7168), delta, weights(7168))
+    check(bf16(num_blocks, tokens, 7168) * 2, bf16(tokens, 7168), delta, weights(7168), library)
 
 
 @pytest.mark.parametrize("num_blocks", range(16))
@@ -62,11 +69,12 @@ def test_widths(hidden: int, tokens: int) -> None:
     check(bf16(3, tokens, hidden), bf16(tokens, hidden), bf16(tokens, hidden), weights(hidden))
 
 
-def test_float_weights_and_strided_rows() -> None:
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_float_weights_and_strided_rows(library: str) -> None:
     for tokens in (4, 200):
         wide = bf16(5, tokens, 4 * 512)
         w = tuple(t.float() for t in weights(512))
-        check(wide[::2, :, 512:1024], wide[1, :, 1024:1536], wide[3, :, :512], w)
+        check(wide[::2, :, 512:1024], wide[1, :, 1024:1536], wide[3, :, :512], w, library)
 
 
 @pytest.mark.parametrize("tokens", [7, 300])

@@ -12,6 +12,7 @@ import torch
 from kimi_kernels import routing
 from kimi_kernels.reference import routing as reference
 from kimi_kernels.testing.compare import assert_close, assert_equal
+from tests.kernels.arrays import call, with_cupy
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +28,13 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def check_topk(logits: torch.Tensor, bias: torch.Tensor, k: int, *, groups: tuple[int, int] = (1, 1)) -> None:
+def check_topk(
+    logits: torch.Tensor, bias: torch.Tensor, k: int, *, groups: tuple[int, int] = (1, 1), library: str = "torch"
+) -> None:
     counts = torch.zeros(logits.shape[1] + 1, dtype=torch.int32, device="cuda")
     expected_counts = counts.clone()
-    ids, weights = routing.topk(logits, bias, k, num_groups=groups[0], topk_groups=groups[1], scale=2.5, counts=counts)
+    options = {"num_groups": groups[0], "topk_groups": groups[1], "scale": 2.5}
+    ids, weights = call(library, routing.topk, logits, bias, k, counts=counts, **options)
     want, want_weights = reference.topk(logits, bias, k, *groups, 2.5, None, expected_counts)
     assert ids.dtype == torch.int32
     if ids.numel() == 0:
@@ -47,16 +51,16 @@ def check_topk(logits: torch.Tensor, bias: torch.Tensor, k: int, *, groups: tupl
     assert_close("weights", weights[same], want_weights[same], atol=TOLERANCE, rtol=5e-6)
     assert_equal("counts", counts[:-1], torch.bincount(ids[good].flatten(), minlength=len(counts) - 1).int())
     assert int(counts[-1]) == int((~good).sum())
-    again = routing.topk(logits, bias, k, num_groups=groups[0], topk_groups=groups[1], scale=2.5)
+    again = call(library, routing.topk, logits, bias, k, **options)
     assert_equal("ids again", again[0], ids)
     assert_equal("weights again", again[1], weights)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 257, 8192, 40000])
+@pytest.mark.parametrize(("library", "tokens"), with_cupy([0, 1, 3, 257, 8192, 40000]))
 @pytest.mark.parametrize(("experts", "k"), [(896, 16), (384, 8), (8, 2), (1024, 16), (33, 5), (16, 16), (1, 1)])
-def test_topk(tokens: int, experts: int, k: int) -> None:
+def test_topk(library: str, tokens: int, experts: int, k: int) -> None:
     wide = torch.randn(tokens, experts + 3, device="cuda") * 3
-    check_topk(wide[:, 1 : experts + 1], torch.randn(experts, device="cuda") * 0.1, k)
+    check_topk(wide[:, 1 : experts + 1], torch.randn(experts, device="cuda") * 0.1, k, library=library)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +119,10 @@ def test_nan_rows_and_padding() -> None:
     assert counts[896].item() == 1
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 257, 512, 513, 8192, 40000])
+@pytest.mark.parametrize(("library", "tokens"), with_cupy([0, 1, 3, 257, 512, 513, 8192, 40000], few=[0, 1, 257, 513]))
 @pytest.mark.parametrize(("experts", "k"), [(896, 16), (8, 2), (1024, 8)])
 @pytest.mark.parametrize("kind", ["random", "one expert", "padded", "sliced"])
-def test_dispatch(tokens: int, experts: int, k: int, kind: str) -> None:
+def test_dispatch(library: str, tokens: int, experts: int, k: int, kind: str) -> None:
     ids = torch.rand(tokens, experts, device="cuda").topk(k).indices.int().contiguous()
     ids[1::7] = -1
     expert_range, num_tokens = None, None
@@ -129,7 +133,8 @@ def test_dispatch(tokens: int, experts: int, k: int, kind: str) -> None:
     elif kind == "sliced":
         expert_range = (experts // 4, experts // 2 + 1)
     counts = torch.ones(experts + 1, dtype=torch.int32, device="cuda")
-    got = routing.dispatch(ids, experts, expert_range=expert_range, num_tokens=num_tokens, counts=counts)
+    options = {"expert_range": expert_range, "num_tokens": num_tokens, "counts": counts}
+    got = call(library, routing.dispatch, ids, experts, **options)
     first, last = expert_range or (0, experts)
     want = reference.dispatch(ids, first, last, num_tokens)
     for name, result, expected in zip(
@@ -170,7 +175,7 @@ def test_one_graph_serves_fewer_tokens() -> None:
 
 def test_wrong_arguments_name_the_argument() -> None:
     logits, bias = torch.zeros(2, 896, device="cuda"), torch.zeros(896, device="cuda")
-    for match, call in (
+    for match, wrong in (
         ("logits: expected dtype float32", lambda: routing.topk(logits.half(), bias, 16)),
         ("bias: expected shape", lambda: routing.topk(logits, bias[:5], 16)),
         ("k must be 1 to 16", lambda: routing.topk(logits, bias, 17)),
@@ -178,4 +183,4 @@ def test_wrong_arguments_name_the_argument() -> None:
         ("bias: expected a CUDA device", lambda: routing.topk(logits, bias.cpu(), 16)),
     ):
         with pytest.raises(ValueError, match=match):
-            call()
+            wrong()
