@@ -49,17 +49,3 @@ DENSE_TOKENS = (1, 4, 16, 64)
 # Lengths of packed sequences that hit every border of a chunk of 16 and of 64, singly and together.
 BORDER_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 MIXED_LENGTHS = (1, 1, 5, 1, 64, 2, 1, 129)
-
-
-def dense_shards(shape: K3 = TP8) -> dict[str, tuple[int, int]]:
-    """name -> (N, K) of the dense projections of one layer on one rank; projections that share an input are one."""
-    c, h = shape.channels, shape.hidden
-    return {
-        "kda_in": (4 * c + shape.head_dim + shape.heads, h),
-        "kda_out": (h, c),
-        "mla_in": (shape.q_lora + shape.kv_lora + shape.rope, h),
-        "mla_q_b": (shape.heads * 192, shape.q_lora),
-        "mla_out": (h, c),
-        "moe_in": (shape.num_experts + shape.latent + 2 * shape.shared_width // shape.tp, h),
-        "moe_up": (h, shape.latent),
-    }

@@ -142,9 +142,3 @@ def summarise(runs: Sequence[float], captured: bool = True) -> Timing:
     """The median of several runs and how far they lie apart."""
     middle = statistics.median(runs)
     return Timing(middle, (max(runs) - min(runs)) / middle, captured)
-
-
-def median_us(calls: Sequence[Call], *, runs: int = 3, replay_us: float = 3000.0) -> Timing:
-    """Median over `runs` of the median over replays; see `GraphTimer` for what `calls` are."""
-    timer = GraphTimer(calls, replay_us=replay_us)
-    return summarise([timer.run() for _ in range(runs)], timer.captured)
