@@ -1,6 +1,6 @@
 """A chain of KDA kernels in which each reads what the one before wrote, replayed from a graph; prints a hash of it all.
 
-Run by test_kda_pdl_gpu.py in processes of their own, because the switches are read once: programmatic dependent launch
+Run by test_pdl_gpu.py in processes of their own, because the switches are read once: programmatic dependent launch
 on or off, and kernels compiled with late last blocks.
 """
 
