@@ -31,9 +31,6 @@ struct GemmConfig {
   static constexpr bool kMoveRegisters = kCtas <= 2;
   static constexpr int kThreads = kConsumerThreads + (kMoveRegisters ? 128 : 32);
   static constexpr int kConsumerRegisters = kCtas == 1 ? 232 : 96;
-  // With one CTA an SM the warpgroups take turns at the tensor cores: one promotes and decodes while the other
-  // multiplies.
-  static constexpr bool kTakeTurns = kCtas == 1;
   static constexpr int kProducerRegisters = kCtas == 1 ? 40 : 48;
 
   static constexpr int kRowBytes = row_bytes(kActivation, kGemm);
@@ -43,6 +40,10 @@ struct GemmConfig {
   // How often a block's accumulators are added to the fp32 sums: per scale group of the activations, and because FP8
   // products are summed in short accumulators; BF16 x MXFP4 needs neither, its row scales wait until the end.
   static constexpr int kPromotions = kFp8 ? kGemm : kFormat == WeightFormat::kFp8 ? 1 : 0;
+
+  // With one CTA an SM the warpgroups take turns at the tensor cores: one promotes and decodes while the other
+  // multiplies. With two promotions a block the turns are too short to pay.
+  static constexpr bool kTakeTurns = kCtas == 1 && kPromotions < 2;
 
   // BF16 weights take twice the registers, and ptxas spills some of them whatever N is when there are two sets.
   static constexpr Decode decode(int rows) {

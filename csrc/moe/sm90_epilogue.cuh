@@ -8,21 +8,43 @@
 
 namespace kimi::moe {
 
-// Relative error below 1e-6 everywhere: the series where 1 - exp(-2v) would cancel.
-__device__ __forceinline__ float tanh_f32(float v) {
-  const float square = v * v, magnitude = fabsf(v);
+// exp(v) for v <= 0, or where infinity will do: what underflows is 0.
+__device__ __forceinline__ float exp_fast(float v) {
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v * kLog2E));
+  return e;
+}
+
+// tanh(v) as a quotient, so that several share one reciprocal. Relative error below 1e-6 everywhere: the series where
+// 1 - exp(-2v) would cancel.
+struct Quotient {
+  float above, below;
+};
+__device__ __forceinline__ Quotient tanh_quotient(float v) {
+  const float square = v * v;
   const float series =
       v *
       fmaf(square, fmaf(square, fmaf(square, fmaf(square, 62.f / 2835.f, -17.f / 315.f), 2.f / 15.f), -1.f / 3.f), 1.f);
-  const float e = exp2f(-2.f * kLog2E * magnitude);
-  const float full = copysignf(__fdividef(1.f - e, 1.f + e), v);
-  return magnitude < 0.25f ? series : full;
+  const float e = exp_fast(-2.f * fabsf(v));
+  const bool small = fabsf(v) < 0.25f;
+  return Quotient{small ? series : copysignf(1.f - e, v), small ? 1.f : 1.f + e};
 }
 
+// The special function unit is what bounds the epilogue: three exponentials and one reciprocal. exp(-gate) may be
+// infinite; the reciprocal is 0 then, as the sigmoid.
 __device__ __forceinline__ float situ(float gate, float up, float beta, float inverse_beta, float linear_beta,
                                       float inverse_linear_beta) {
-  const float bounded = linear_beta > 0.f ? linear_beta * tanh_f32(up * inverse_linear_beta) : up;
-  return beta * tanh_f32(gate * inverse_beta) * sigmoid(gate) * bounded;
+  const Quotient bounded = tanh_quotient(gate * inverse_beta);
+  float above = beta * bounded.above, below = bounded.below * (1.f + exp_fast(-gate));
+  if (linear_beta > 0.f) {
+    const Quotient linear = tanh_quotient(up * inverse_linear_beta);
+    above *= linear_beta * linear.above, below *= linear.below;
+  } else {
+    above *= up;
+  }
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(below));
+  return above * inverse;
 }
 
 // Where column c (0..63) of a half block lies, counted in elements.
@@ -81,20 +103,27 @@ __device__ __forceinline__ void store_hidden(const GemmParams& p, const Piece& p
       if (g == 0) maxima[(8 * (i / 2) + 2 * t + i % 2) * 8 + warp] = largest;
     }
     ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
+    // One thread a row: the maxima become the scale, and its inverse takes their place.
+    const int thread = warp * 32 + place.lane;
+    if (thread < padded) {
+      float* row_maxima = maxima + thread * 8;
+      const float4 low = *reinterpret_cast<const float4*>(row_maxima);
+      const float4 high = *reinterpret_cast<const float4*>(row_maxima + 4);
+      const float largest =
+          fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
+      const float scale = __fdiv_rn(fmaxf(largest, 1e-10f), kE4M3Max);
+      *row_maxima = __frcp_rn(scale);
+      if (thread < piece.count) {
+        reinterpret_cast<float*>(blob + padded * kBlockColumns)[(tile & 1) * padded + thread] = scale;
+      }
+    }
+    ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
     const int position = stored_position<Activation::kFp8>(column);
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
       const int row = 8 * (i / 2) + 2 * t + i % 2;
-      const float4 low = *reinterpret_cast<const float4*>(maxima + row * 8);
-      const float4 high = *reinterpret_cast<const float4*>(maxima + row * 8 + 4);
-      const float largest =
-          fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
-      const float scale = __fdiv_rn(fmaxf(largest, 1e-10f), kE4M3Max);
       staged[row * Config::kHiddenStride + position] =
-          __nv_cvt_float_to_fp8(h[i] * __frcp_rn(scale), __NV_SATFINITE, __NV_E4M3);
-      if (warp == 0 && g == 0 && row < piece.count) {
-        reinterpret_cast<float*>(blob + padded * kBlockColumns)[(tile & 1) * padded + row] = scale;
-      }
+          __nv_cvt_float_to_fp8(h[i] * maxima[row * 8], __NV_SATFINITE, __NV_E4M3);
     }
   } else {
     const int position = stored_position<Activation::kBf16>(column);
