@@ -1,19 +1,35 @@
-#include "../common/launch.h"
 #include "decode.cuh"
+
+#include "../common/launch.h"
 
 namespace kimi::kda {
 namespace {
 
-template <int kCluster, int kWarps, int kMinBlocks, bool kPrefetch>
+template <int kCluster, int kWarps, int kMinBlocks, bool kGuess, bool kOnce>
 void launch_as(const DecodeParams& params, cudaStream_t stream) {
   using Config = DecodeConfig<kCluster, kWarps>;
-  const LaunchShape shape{decode_grid(params.tokens, params.heads * Config::kCluster), dim3(Config::kThreads), 0,
-                          kCluster};
-  launch(decode_kernel<Config, kMinBlocks, kPrefetch>, shape, stream, params);
+  const LaunchShape shape{decode_grid(params.tokens, params.heads * kCluster), dim3(Config::kThreads), 0, kCluster};
+  launch(decode_kernel<Config, kMinBlocks, kGuess, kOnce>, shape, stream, params);
 }
 
 }  // namespace
 
-void launch_decode(const DecodeParams& params, cudaStream_t stream) { launch_as<4, 8, 4, false>(params, stream); }
+// By the heads of the whole batch; measured at the sizes of docs/kernels/kda_decode.md. Few heads: many small blocks, so
+// that all SMs load at once. Many: whole heads, whose blocks exchange nothing, and as many bytes on their way as registers
+// hold.
+void launch_decode(const DecodeParams& params, cudaStream_t stream) {
+  const int64_t heads = int64_t{params.tokens} * params.heads;
+  if (heads < 64) {
+    launch_as<4, 4, 4, true, false>(params, stream);
+  } else if (heads < 128) {
+    launch_as<8, 4, 8, false, false>(params, stream);
+  } else if (heads < 640) {
+    launch_as<2, 8, 3, false, true>(params, stream);
+  } else if (heads < 2048) {
+    launch_as<2, 8, 3, false, false>(params, stream);
+  } else {
+    launch_as<1, 16, 2, true, false>(params, stream);
+  }
+}
 
 }  // namespace kimi::kda

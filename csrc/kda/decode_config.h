@@ -1,11 +1,11 @@
-// Shape of the decode kernel: how one head's state is spread over blocks, warps and lanes.
+// How a head is spread over blocks, warps and lanes, and what a block keeps in shared memory.
 #pragma once
 
 #include "params.h"
 
 namespace kimi::kda {
 
-// A cluster of kCluster blocks holds one head of one token; block `rank` owns 128 / kCluster consecutive value rows, a
+// A cluster of kCluster blocks holds one head of one sequence; block `rank` owns 128 / kCluster consecutive value rows, a
 // warp kRows of them, and a lane four consecutive key columns of each row (16 bytes, so a row is one warp-wide access).
 template <int kCluster_, int kWarps_>
 struct DecodeConfig {
@@ -15,15 +15,14 @@ struct DecodeConfig {
   static constexpr int kBlockRows = kHeadDim / kCluster;
   static constexpr int kRows = kBlockRows / kWarps;
   static constexpr int kPartials = kCluster * kWarps;  // one sum of o^2 per warp of the cluster
-  static_assert(kRows >= 1 && kRows <= 16 && kRows * kWarps * kCluster == kHeadDim);
+  static_assert(kCluster <= 8 && kRows >= 1 && kRows <= 16 && kRows * kWarps * kCluster == kHeadDim);
 
-  // Work before the recurrence, in pieces of 32 channels, one channel a lane: 4 of q, 4 of k, this block's own v rows,
-  // then 4 of the forget gate. Piece i of the convolutions belongs to warp i % kWarps; the gate is dealt to the last
-  // warps, which have the fewest convolutions.
-  static constexpr int kConvPieces = 8 + (kBlockRows + 31) / 32;
-  static constexpr int kConvPasses = (kConvPieces + kWarps - 1) / kWarps;
-  static constexpr int kFirstGateWarp = kWarps - 4;
-  static_assert(kWarps >= 4);
+  // Work before the recurrence, in pieces of 32 channels, one channel a lane. Each channel of the head is made by one block
+  // of the cluster: kQkPieces of the eight q and k pieces, its own value rows, and the same channels of the forget gate.
+  static constexpr int kQkPieces = 8 / kCluster;
+  static constexpr int kOwnPieces = (kBlockRows + 31) / 32;
+  static constexpr int kPieces = kQkPieces + 2 * kOwnPieces;
+  static constexpr int kPasses = (kPieces + kWarps - 1) / kWarps;  // piece i belongs to warp i % kWarps
 };
 
 // Heads and their split along x, so that a cluster is one head; sequences along y and, beyond its limit, z.
@@ -33,39 +32,44 @@ inline dim3 decode_grid(int sequences, int blocks_of_one) {
   return dim3(blocks_of_one, y, (sequences + y - 1) / y);
 }
 
+// What the recurrence of one token needs of its head; every block of the cluster gets it, value rows apart.
 template <class Config>
-struct DecodeShared {
-  alignas(16) float q[kHeadDim];  // convolved, rounded to bf16, not yet normalised
+struct TokenInputs {
+  alignas(16) float q[kHeadDim];  // convolved, not yet normalised
   alignas(16) float k[kHeadDim];
   alignas(16) float decay[kHeadDim];  // e^g
   float v[Config::kBlockRows];
-  float sum_squares[8];                           // of q (four warps) and k (four warps)
-  alignas(16) float partials[Config::kPartials];  // of o^2, written by every warp of the cluster
-  uint64_t barrier;                               // counts their bytes
+  alignas(16) float sum_squares[8];  // of the four pieces of q, then of k
+  static constexpr int kBytes = (3 * kHeadDim + Config::kBlockRows + 8) * sizeof(float);
 };
 
-// A run of up to kMaxRun tokens, and the last run's record as far as it is committed.
 template <class Config>
+struct DecodeShared {
+  TokenInputs<Config> inputs;
+  alignas(16) float partials[Config::kPartials];  // of o^2, written by every warp of the cluster
+  uint64_t inputs_barrier, partials_barrier;      // count the bytes of both
+};
+
+// A run of up to kMaxRun tokens of one head, and the last run's record as far as it is committed.
 struct RunShared {
   struct Record {
     alignas(16) float decay[kHeadDim];
-    alignas(16) float k[kHeadDim];
-    alignas(16) float delta[Config::kBlockRows];
+    float k[kHeadDim];
+    float delta[kHeadDim];
   };
   struct Token {
-    alignas(16) float q[kHeadDim];
-    alignas(16) float k[kHeadDim];
-    alignas(16) float decay[kHeadDim];
-    float v[Config::kBlockRows];
-    float o[Config::kBlockRows];
-    __nv_bfloat16 gate[Config::kBlockRows];
+    alignas(16) float q[kHeadDim];  // convolved, then scaled in place
+    float k[kHeadDim];
+    float decay[kHeadDim];
+    float v[kHeadDim];
+    float o[kHeadDim];
+    __nv_bfloat16 gate[kHeadDim];
     float beta;  // after the sigmoid
-    alignas(16) float sum_squares[8];
-    alignas(16) float partials[Config::kPartials];
+    float kq;
+    float squares[2];  // of o, from each block of the cluster
   };
   Record committed[kMaxRun];
   Token tokens[kMaxRun];
-  uint64_t barrier;  // counts the bytes of all tokens' partials
 };
 
 }  // namespace kimi::kda

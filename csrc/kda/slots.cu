@@ -1,5 +1,6 @@
-#include "../common/launch.h"
 #include "slots.cuh"
+
+#include "../common/launch.h"
 
 namespace kimi::kda {
 

@@ -1,6 +1,5 @@
-// The arithmetic of one KDA token, shared by decode and verify so that both give the same bits: every rounding is
-// written out (no contraction left to the compiler) and every sum has one fixed tree, whatever the split of a head over
-// blocks.
+// The arithmetic of one KDA token, shared by decode and verify so that both give the same bits: every rounding is written
+// out (no contraction left to the compiler) and every sum has one fixed tree, whatever the split of a head over blocks.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -9,14 +8,14 @@
 
 namespace kimi::kda {
 
-// Sums each of 2 * kRows values over the warp in about 2 * kRows + 4 shuffles instead of 10 * kRows: at every step a
-// lane hands over half of its values and keeps the other half. The tree of each sum is that of warp_sum.
-// Returns, in lane l, the sum of value [(l >> 4) * kRows + ((l & 15) >> kShift)], kShift = 4 - log2(kRows).
-template <int kRows>
-__device__ __forceinline__ float transposing_sum(float (&values)[2 * kRows], int lane) {
-  int mask = 16;
+// Sums each of kCount values over the lanes that differ in the bits below 2 * kMask, in about kCount + 4 shuffles instead of
+// 4 * kCount: at every step a lane hands over half of its values and keeps the other half. The tree of each sum is that
+// of warp_sum. Returns the sum of value l / (2 * kMask / kCount), l the lane's number among those lanes.
+template <int kCount, int kMask>
+__device__ __forceinline__ float transposing_sum(float (&values)[kCount], int lane) {
+  int mask = kMask;
 #pragma unroll
-  for (int n = kRows; n >= 1; n /= 2, mask /= 2) {
+  for (int n = kCount / 2; n >= 1; n /= 2, mask /= 2) {
     const bool upper = lane & mask;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
@@ -64,28 +63,29 @@ __device__ __forceinline__ float sum_partials(const float* partials, int lane) {
   return x[0];
 }
 
-// SiLU of one channel's convolution, not rounded: a fused operation has no bf16 tensor in between, and that rounding is
-// the largest share of a layer's bf16 noise. Raw rows, oldest first.
+// For what goes into the state, where errors stay: within 2 ulp, and exactly 0 and 1 at the ends.
+__device__ __forceinline__ float precise_sigmoid(float x) { return reciprocal_approx(__fadd_rn(1.f, expf(-x))); }
+
+// SiLU of one channel's convolution, not rounded. Raw rows, oldest first.
 __device__ __forceinline__ float convolve(float4 weight, __nv_bfloat16 x0, __nv_bfloat16 x1, __nv_bfloat16 x2,
                                           __nv_bfloat16 x3) {
   float sum = __fmul_rn(weight.x, __bfloat162float(x0));
   sum = __fmaf_rn(weight.y, __bfloat162float(x1), sum);
   sum = __fmaf_rn(weight.z, __bfloat162float(x2), sum);
   sum = __fmaf_rn(weight.w, __bfloat162float(x3), sum);
-  return silu(sum);
+  return __fmul_rn(sum, precise_sigmoid(sum));
 }
 
-// e^g of one key channel, g = lower_bound * sigmoid(e^a_log * (f + dt_bias)). The accurate exponential: a state lives
-// through thousands of decays close to 1, where a bias of the fast one would add up.
+// e^g of one key channel, g = lower_bound * sigmoid(e^a_log * (f + dt_bias)).
 __device__ __forceinline__ float decay_of(__nv_bfloat16 f, float a_log, float dt_bias, float lower_bound) {
   const float x = __fmul_rn(expf(a_log), __fadd_rn(__bfloat162float(f), dt_bias));
-  return expf(__fmul_rn(lower_bound, sigmoid(x)));
+  return expf(__fmul_rn(lower_bound, precise_sigmoid(x)));
 }
 
-// 1 / sqrt(sum of squares + 1e-6) from the sums of the four 32-channel pieces.
+// From the sum of squares, and from those of the four 32-channel pieces.
+__device__ __forceinline__ float inverse_length(float squares) { return rsqrtf(__fadd_rn(squares, 1e-6f)); }
 __device__ __forceinline__ float inverse_length(float4 squares) {
-  const float sum = __fadd_rn(__fadd_rn(squares.x, squares.y), __fadd_rn(squares.z, squares.w));
-  return rsqrtf(__fadd_rn(sum, 1e-6f));
+  return inverse_length(__fadd_rn(__fadd_rn(squares.x, squares.y), __fadd_rn(squares.z, squares.w)));
 }
 
 constexpr float kQueryScale = 0.08838834764831845f;  // 128^-0.5
@@ -104,24 +104,25 @@ struct RowResult {
   float squares;  // sum of o^2 over the warp's rows, the same in all lanes
 };
 
-// Decays the warp's rows and takes both dots on the decayed state. `v` belongs to row (lane & 15) / (16 / kRows).
+// Decays the warp's rows and takes both dots on the decayed state. `v` belongs to row (lane & 15) / (16 / kRows), kq is
+// warp_sum(dot4(k, q)).
 template <int kRows>
-__device__ __forceinline__ RowResult read_rows(float4 (&state)[kRows], float4 q, float4 k, float4 decay, float v,
-                                               float beta, int lane) {
+__device__ __forceinline__ RowResult read_rows(float4 (&state)[kRows], float4 q, float4 k, float kq, float4 decay,
+                                               float v, float beta, int lane) {
   constexpr int kLanesPerRow = 16 / kRows;
-  const float kq = warp_sum(dot4(k, q));
-  float dots[2 * kRows];
+  const bool upper = lane >= 16;
+  float dots[kRows];  // S'k in the lower half warp, S'q in the upper
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     state[r] = decayed(state[r], decay);
-    dots[r] = dot4(state[r], k);
-    dots[r + kRows] = dot4(state[r], q);
+    const float with_k = dot4(state[r], k), with_q = dot4(state[r], q);
+    dots[r] = (upper ? with_q : with_k) + __shfl_xor_sync(kFullWarp, upper ? with_k : with_q, 16);
   }
-  const float mine = transposing_sum<kRows>(dots, lane);
+  const float mine = transposing_sum<kRows, 8>(dots, lane);
   const float other = __shfl_xor_sync(kFullWarp, mine, 16);
   RowResult result;
-  result.delta = __fmul_rn(beta, __fsub_rn(v, lane < 16 ? mine : other));
-  result.o = __fmaf_rn(result.delta, kq, lane < 16 ? other : mine);
+  result.delta = __fmul_rn(beta, __fsub_rn(v, upper ? other : mine));
+  result.o = __fmaf_rn(result.delta, kq, upper ? mine : other);
   result.squares = __fmul_rn(result.o, result.o);
 #pragma unroll
   for (int mask = kLanesPerRow; mask < 16; mask *= 2) {
@@ -139,23 +140,43 @@ __device__ __forceinline__ void correct_rows(float4 (&state)[kRows], float delta
   }
 }
 
-// ---- Sums of squares between the blocks of a cluster: each block has a barrier that counts the bytes it is sent, so
-// that nobody waits for a memory fence. open_exchange, then cluster_wait before the first send.
+// ---- Exchange between the blocks of a cluster: a remote store counts its bytes on a barrier of the receiver, so that
+// nobody waits for a memory fence. With one block it is a store and a block barrier.
+// open_exchange, then one cluster_wait before the first send: the receivers' barriers exist.
 template <int kCluster>
-__device__ __forceinline__ void open_exchange(uint64_t* barrier, uint32_t bytes) {
+__device__ __forceinline__ void open_exchange(uint64_t* first, uint64_t* second) {
   if constexpr (kCluster > 1) {
     if (threadIdx.x == 0) {
-      ptx::mbarrier_init(barrier, 1);
-      ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+      ptx::mbarrier_init(first, 1);
+      ptx::mbarrier_init(second, 1);
       ptx::mbarrier_init_fence();
     }
     ptx::cluster_arrive_relaxed();
   }
 }
 
-// Called by a whole warp: `value` goes to the same place in every block of the cluster.
+// By one thread, at any time: the barrier opens once it has counted this many bytes.
 template <int kCluster>
-__device__ __forceinline__ void send(float* place, float value, uint64_t* barrier, int lane) {
+__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
+  if constexpr (kCluster > 1) ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+}
+
+// One thread: `value` goes to the same place in every block.
+template <int kCluster>
+__device__ __forceinline__ void send_to_all(float* place, float value, uint64_t* barrier) {
+  if constexpr (kCluster > 1) {
+#pragma unroll
+    for (int to = 0; to < kCluster; ++to) {
+      ptx::cluster_store_async(ptx::cluster_address(place, to), value, ptx::cluster_address(barrier, to));
+    }
+  } else {
+    *place = value;
+  }
+}
+
+// A whole warp that holds the same value: one lane a receiver.
+template <int kCluster>
+__device__ __forceinline__ void send_from_warp(float* place, float value, uint64_t* barrier, int lane) {
   if constexpr (kCluster > 1) {
     if (lane < kCluster) {
       ptx::cluster_store_async(ptx::cluster_address(place, lane), value, ptx::cluster_address(barrier, lane));
@@ -174,43 +195,86 @@ __device__ __forceinline__ void close_exchange(uint64_t* barrier) {
   }
 }
 
-// ---- Where a warp's piece of the convolutions lies: pieces of 32 channels, one a lane. 0..3 are q, 4..7 k, the others
-// this block's own value rows. The gate's four pieces are dealt to the last warps, which have the fewest convolutions.
+// ---- Where a thread stands.
 template <class Config>
 struct Lane {
-  int lane, warp, rank, head, width;
+  int lane, warp, rank, head;
 
-  __device__ __forceinline__ bool active(int piece) const {
-    if (piece >= Config::kConvPieces) return false;
-    return Config::kBlockRows >= 32 || piece < 8 || lane < Config::kBlockRows;
-  }
-  // Within the head's 128 channels of q, k or v.
-  __device__ __forceinline__ int channel(int piece) const {
-    return piece < 8 ? (piece % 4) * 32 + lane : rank * Config::kBlockRows + (piece - 8) * 32 + lane;
-  }
-  // Within the 3 * heads * 128 channels of the convolution.
-  __device__ __forceinline__ int column(int piece) const {
-    const int part = piece < 4 ? 0 : piece < 8 ? 1 : 2;
-    return part * width + head * kHeadDim + channel(piece);
-  }
-  // Every block of a cluster convolves all q and k channels; one of them writes a channel's rows back.
-  __device__ __forceinline__ bool writes(int piece) const {
-    return piece >= 8 || channel(piece) / Config::kBlockRows == rank;
-  }
-  // The row of this channel in one token's q, k or v.
-  __device__ __forceinline__ const __nv_bfloat16* source(const DecodeParams& p, int piece, int64_t token) const {
-    const __nv_bfloat16* row = piece < 4   ? p.q + token * p.q_stride
-                               : piece < 8 ? p.k + token * p.k_stride
-                                           : p.v + token * p.v_stride;
-    return row + head * kHeadDim + channel(piece);
-  }
-  __device__ __forceinline__ bool gates() const { return warp >= Config::kFirstGateWarp; }
-  __device__ __forceinline__ int gate_channel() const { return (warp - Config::kFirstGateWarp) * 32 + lane; }
+  __device__ __forceinline__ Lane()
+      : lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        rank(blockIdx.x % Config::kCluster),
+        head(blockIdx.x / Config::kCluster) {}
 
-  // ---- Value rows: a warp owns kRows, after read_rows a lane holds the results of my_row.
+  // Value rows: a warp owns kRows; after read_rows a lane holds the results of my_row.
   __device__ __forceinline__ int warp_row() const { return rank * Config::kBlockRows + warp * Config::kRows; }
   __device__ __forceinline__ int my_row() const { return warp_row() + (lane & 15) / (16 / Config::kRows); }
+  __device__ __forceinline__ int my_local_row() const { return my_row() - rank * Config::kBlockRows; }
   __device__ __forceinline__ bool owns_row() const { return lane < 16 && lane % (16 / Config::kRows) == 0; }
+};
+
+// One channel's work before the recurrence: a convolution (part 0 q, 1 k, 2 v) or a decay (3).
+template <class Config>
+struct Piece {
+  int index, part, channel;  // the channel is within the head
+  bool active;
+
+  __device__ __forceinline__ Piece(const Lane<Config>& at, int pass) {
+    const int i = at.warp + pass * Config::kWarps, own = i - Config::kQkPieces;
+    index = at.rank * Config::kQkPieces + i;  // of the q and k pieces, where it is one
+    if (own < 0) {
+      part = index / 4, channel = index % 4 * 32 + at.lane, active = true;
+    } else {
+      part = 2 + own / Config::kOwnPieces;
+      channel = at.rank * Config::kBlockRows + own % Config::kOwnPieces * 32 + at.lane;
+      active = i < Config::kPieces && (Config::kBlockRows >= 32 || at.lane < Config::kBlockRows);
+    }
+  }
+
+  __device__ __forceinline__ bool convolves() const { return active && part < 3; }
+  __device__ __forceinline__ bool decays() const { return active && part == 3; }
+
+  // The four taps; a decay's a_log and dt_bias.
+  __device__ __forceinline__ float4 constants(const DecodeParams& p, int head) const {
+    const int column = head * kHeadDim + channel;
+    if (convolves()) return __ldg(reinterpret_cast<const float4*>(p.conv_weight) + part * p.heads * kHeadDim + column);
+    if (decays()) return {__ldg(p.a_log + head), __ldg(p.dt_bias + column), 0.f, 0.f};
+    return {};
+  }
+
+  // This channel in one token's q, k, v or f.
+  __device__ __forceinline__ const __nv_bfloat16* source(const DecodeParams& p, int64_t token, int head) const {
+    const __nv_bfloat16* row = part == 0   ? p.q + token * p.q_stride
+                               : part == 1 ? p.k + token * p.k_stride
+                               : part == 2 ? p.v + token * p.v_stride
+                                           : p.f + token * p.f_stride;
+    return row + head * kHeadDim + channel;
+  }
+
+  // This channel's column of a slot's convolution rows, which are 3 * width apart.
+  __device__ __forceinline__ int conv_column(int head, int width) const {
+    return part * width + head * kHeadDim + channel;
+  }
+
+  // The finished value to all who need it.
+  __device__ __forceinline__ void send(float value, TokenInputs<Config>& to, uint64_t* barrier,
+                                       const Lane<Config>& at) const {
+    constexpr int kCluster = Config::kCluster;
+    if (part < 2) {
+      send_to_all<kCluster>(&(part == 0 ? to.q : to.k)[channel], value, barrier);
+      const float sum = warp_sum(__fmul_rn(value, value));
+      send_from_warp<kCluster>(&to.sum_squares[index], sum, barrier, at.lane);
+    } else if (decays()) {
+      send_to_all<kCluster>(&to.decay[channel], value, barrier);
+    } else if (active) {
+      float* const place = &to.v[channel - at.rank * Config::kBlockRows];
+      if constexpr (kCluster > 1) {
+        ptx::cluster_store_async(ptx::cluster_address(place, at.rank), value, ptx::cluster_address(barrier, at.rank));
+      } else {
+        *place = value;
+      }
+    }
+  }
 };
 
 }  // namespace kimi::kda
