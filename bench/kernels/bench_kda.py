@@ -17,6 +17,8 @@ HEADS = (12, 96)
 BATCHES = (1, 4, 16, 64, 256)
 RUN = kda.MAX_RUN  # a token and eight drafts
 INPUT_SETS = 4
+ALL = slice(None)
+VERIFY_LIMIT = 2.2  # a run of nine with its commit may take this many times as long as one decode step of its sequences
 
 
 def cases() -> Iterator[Case]:
@@ -56,30 +58,36 @@ class Problem:
     def output_gate(self, index: int) -> Tensor:
         return self.piece(index, 3 * self.width, self.width)
 
-    def arguments(self, index: int) -> tuple[Tensor, ...]:
-        qkv = (self.piece(index, i * self.width, self.width) for i in range(3))
+    def arguments(self, index: int, rows: slice = ALL) -> tuple[Tensor, ...]:
+        qkv = (self.piece(index, i * self.width, self.width)[rows] for i in range(3))
         weights = (self.conv_weight.view(-1, 4), self.a_log, self.dt_bias, self.o_norm)
-        gates = (self.forget[index % INPUT_SETS], self.beta(index), self.output_gate(index))
+        gates = (self.forget[index % INPUT_SETS][rows], self.beta(index)[rows], self.output_gate(index)[rows])
         return (*qkv, *gates, *weights, self.state, self.conv, self.slots[index])
 
-    def exact(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, state and convolution rows in fp32 torch, written out here so that no kernel's code is in it."""
-        at, shape = self.slots[index].long(), (self.batch, self.heads, D)
-        raw = self.piece(index, 0, 3 * self.width)
-        window = torch.cat([self.conv[at], raw[:, None]], dim=1)
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """Copies of the state and the convolution rows of this set's sequences."""
+        at = self.slots[index].long()
+        return self.state[at], self.conv[at]
+
+    def exact(self, index: int, state: Tensor, conv: Tensor, rows: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, state and convolution rows after one token of each sequence, `rows` of the inputs, in fp32 torch:
+        written out here so that no kernel's code is in it."""
+        shape = (self.batch, self.heads, D)
+        raw = self.piece(index, 0, 3 * self.width)[rows]
+        window = torch.cat([conv, raw[:, None]], dim=1)
         weight = self.conv_weight.view(-1, 4)
         mixed = torch.nn.functional.silu(torch.einsum("bjc,cj->bc", window.float(), weight))
         q, k, v = mixed.view(self.batch, 3, self.heads, D).unbind(1)
         q = q * (q.square().sum(-1, keepdim=True) + 1e-6).rsqrt() * D**-0.5
         k = k * (k.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        forget = self.forget[index % INPUT_SETS].float() + self.dt_bias
+        forget = self.forget[index % INPUT_SETS][rows].float() + self.dt_bias
         g = -5 * torch.sigmoid(self.a_log.exp()[:, None] * forget.view(shape))
-        state = self.state[at] * g.exp()[:, :, None]
-        delta = torch.sigmoid(self.beta(index).float())[..., None] * (v - (state * k[:, :, None]).sum(-1))
+        state = state * g.exp()[:, :, None]
+        delta = torch.sigmoid(self.beta(index)[rows].float())[..., None] * (v - (state * k[:, :, None]).sum(-1))
         state += delta[..., None] * k[:, :, None]
         o = (state * q[:, :, None]).sum(-1)
         o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.o_norm
-        o = o * torch.sigmoid(self.output_gate(index).float()).view(shape)
+        o = o * torch.sigmoid(self.output_gate(index)[rows].float()).view(shape)
         return o.flatten(1), state, window[:, 1:]
 
 
@@ -108,11 +116,10 @@ def prepare_decode(heads: int, batch: int, session: Session) -> Prepared:
         return [partial(vllm, i) for i in range(sets)]
 
     def error(run: object) -> float:
-        want = problem.exact(0)
-        at = problem.slots[0].long()
+        want = problem.exact(0, *problem.states(0))
         out.fill_(torch.nan)
         got = run(0)  # type: ignore[operator]
-        return max(relative_error(g, w) for g, w in zip((got, problem.state[at], problem.conv[at]), want, strict=True))
+        return max(relative_error(g, w) for g, w in zip((got, *problem.states(0)), want, strict=True))
 
     qkvg = [session.randn(batch, 1, heads, D, key=("fla", i)) for i in range(4)]
     beta = session.randn(batch, 1, heads, key="fla beta")
@@ -154,11 +161,32 @@ def prepare_verify(heads: int, batch: int, session: Session) -> Prepared:
     def ours(index: int) -> Tensor:
         return kda.verify(*problem.arguments(index), borders, records=records, accepted=accepted)[0]
 
+    def one_token(index: int) -> Tensor:
+        return kda.decode_(*problem.arguments(index, slice(batch)))
+
+    def error() -> float:
+        states, wanted = problem.states(0), []
+        for token in range(RUN):
+            out, *states = problem.exact(0, *states, slice(token, None, RUN))
+            wanted.append(out)
+        fresh_records = torch.full_like(records, torch.nan)
+        got = kda.verify(*problem.arguments(0), borders, records=fresh_records)[0]
+        kda.commit_(fresh_records, problem.state, problem.conv, problem.slots[0], accepted)
+        pairs = zip((got, *problem.states(0)), (torch.stack(wanted, dim=1).flatten(0, 1), *states), strict=True)
+        return max(relative_error(g, w) for g, w in pairs)
+
     rows = batch * RUN * 2 * heads * D
+    replayed = (3 * RUN + 3 * 3) * heads * D * 4  # decay, k and error of each token; the three newest raw rows of q, k, v
+    conv_bytes = 3 * 3 * heads * D * 2
     return Prepared(
-        Side("ours", lambda: [partial(ours, i) for i in range(sets)]),
-        [],
-        read_bytes=batch * (state_bytes + record_bytes) + 5 * rows,
-        write_bytes=batch * (state_bytes + record_bytes) + rows,
+        Side("ours", lambda: [partial(ours, i) for i in range(sets)], error),
+        [
+            Side(
+                "ours, kda.decode_", lambda: [partial(one_token, i) for i in range(sets)], comparable=False,
+                note="one token of the same sequences", limit=VERIFY_LIMIT,
+            )
+        ],
+        read_bytes=batch * (state_bytes + replayed) + 5 * rows,
+        write_bytes=batch * (state_bytes + record_bytes + conv_bytes) + rows,
         in_place=True,
-    )
+    )  # fmt: skip

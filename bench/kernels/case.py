@@ -31,6 +31,7 @@ class Side:
     comparable  False when this side does less (or more) work than ours: listed, never the best peer of `ratio`.
     note        what it leaves out, in a few words ("recurrence only").
     quoted_us   its time from `quoted.py`, shown with its date when the side cannot run here.
+    limit       ours must take at most this many times as long as this side, which does less; the report says both.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Side:
     comparable: bool = True
     note: str = ""
     quoted_us: float | None = None
+    limit: float | None = None
 
 
 @dataclass

@@ -62,7 +62,12 @@ def time_all(outcomes: list[Outcome], runs: int) -> None:
 def peer_row(outcome: Outcome) -> report.PeerRow:
     side = outcome.side
     row = report.PeerRow(
-        side.name, report.MISSING, tolerance=side.tolerance, comparable=side.comparable, note=side.note
+        side.name,
+        report.MISSING,
+        tolerance=side.tolerance,
+        comparable=side.comparable,
+        note=side.note,
+        limit=side.limit,
     )
     if outcome.timing is not None:
         row.status, row.us, row.captured = report.MEASURED, outcome.timing.us, outcome.timing.captured

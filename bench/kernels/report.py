@@ -24,6 +24,7 @@ class PeerRow:
     note: str = ""
     why: str = ""
     captured: bool = True
+    limit: float | None = None  # ours is to take at most this many times as long
 
     @property
     def wrong(self) -> bool:
@@ -138,6 +139,8 @@ COLUMNS = (
 def peer_cells(row: Row, peer: PeerRow, quoted_date: str) -> list[str]:
     remarks = [peer.note] if peer.note else []
     remarks += [] if peer.comparable else ["not comparable"]
+    if peer.limit is not None and peer.us and row.us:
+        remarks.append(f"ours takes {row.us / peer.us:.2f} times as long, at most {peer.limit} wanted")
     remarks += [] if peer.captured else ["not captured"]
     remarks += [f"{peer.status}: {peer.why}"] if peer.why else []
     floor = f"{100 * row.floor_us / peer.us:.0f}" if peer.us and row.floor_us else "–"

@@ -150,6 +150,13 @@ def test_ratio_never_uses_a_peer_that_does_less_or_is_wrong() -> None:
     assert not row(2.0, (less, right)).failed
 
 
+def test_a_limit_on_a_side_that_does_less_is_reported_and_is_no_ratio() -> None:
+    measured = row(4.0, (peer("one step", 2.0, comparable=False, limit=2.2),))
+    assert measured.ratio is None
+    assert "ours takes 2.00 times as long, at most 2.2 wanted" in report.peer_cells(measured, measured.peers[0], "")[-1]
+    assert "times as long" not in report.peer_cells(row(None, tuple(measured.peers)), measured.peers[0], "")[-1]
+
+
 def test_a_quoted_time_takes_part_and_shows_its_date() -> None:
     old = peer("old", 1.0, status=report.QUOTED)
     assert row(2.0, (old, peer("torch eager", 8.0))).ratio == pytest.approx(0.5)  # no flattery by a missing kit
