@@ -176,7 +176,7 @@ def prepare_verify(heads: int, batch: int, session: Session) -> Prepared:
         return max(relative_error(g, w) for g, w in pairs)
 
     rows = batch * RUN * 2 * heads * D
-    replayed = (3 * RUN + 3 * 3) * heads * D * 4  # decay, k and error of each token; the three newest raw rows of q, k, v
+    replayed = (3 * RUN + 3 * 3) * heads * D * 4  # decay, k, error of each token; three raw rows of q, k, v
     conv_bytes = 3 * 3 * heads * D * 2
     return Prepared(
         Side("ours", lambda: [partial(ours, i) for i in range(sets)], error),
