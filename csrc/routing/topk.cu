@@ -4,11 +4,14 @@
 namespace kimi::routing {
 
 void launch_topk(const TopkParams& params, cudaStream_t stream) {
-  const LaunchShape shape{dim3(static_cast<unsigned>(params.tokens)), dim3(kTopkThreads)};
-  if (params.experts <= 7 * kTopkThreads) {  // K3's 896
-    launch(topk_kernel<7>, shape, stream, params);
+  LaunchShape shape{dim3(static_cast<unsigned>(ceil_div<int64_t>(params.tokens, kTopkWarps))), dim3(kTopkThreads)};
+  if (params.topk_groups < params.num_groups) {
+    shape.shared_bytes = kTopkWarps * sizeof(GroupShared);
+    launch(topk_kernel<32, false, true>, shape, stream, params);
+  } else if (params.experts == 28 * 32) {  // K3's 896
+    launch(topk_kernel<28, true, false>, shape, stream, params);
   } else {
-    launch(topk_kernel<8>, shape, stream, params);
+    launch(topk_kernel<32, false, false>, shape, stream, params);
   }
 }
 

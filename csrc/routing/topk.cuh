@@ -1,10 +1,9 @@
-// Top-k of sigmoid(logits) + bias, a block a token, without sorting all scores.
+// Top-k of sigmoid(logits) + bias, a warp a token, without sorting all scores.
 //
-// Every group of four lanes knows the best of its scores. Let tau be the k-th best of those 32: then at least k scores
-// reach tau, so every winner does, and few others do (22 of 896 on average for k = 16). The ones that do are put side
-// by side and ranked by counting who beats whom: all comparisons are independent, so the latency is that of a few dozen
-// instructions instead of k dependent rounds. Any number may reach tau (equal scores): it is slower then, not wrong.
-// A block a token because one warp alone is bound by the latency of its own instructions.
+// Every lane knows the best of its scores. Let tau be the k-th best of those 32: then at least k scores reach tau, so
+// every winner does, and few others do (22 of 896 on average for k = 16). The ones that do are put side by side and
+// ranked by counting who beats whom: all comparisons are independent. If more than 64 reach tau (equal scores), k
+// rounds of arg-max over them decide: slower, not wrong.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -15,36 +14,51 @@ namespace kimi::routing {
 
 using Key = unsigned long long;
 
-// Floats as unsigned integers of the same order; -inf is above 0, so 0 stands for "not to be chosen".
+// Floats as unsigned integers of the same order, all above 0.
 __device__ __forceinline__ uint32_t order_key(float value) {
   const uint32_t bits = __float_as_uint(value + 0.f);  // -0 equals +0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Larger key first, then the lower expert.
-__device__ __forceinline__ Key rank_key(uint32_t key, int expert) {
-  return static_cast<Key>(key) << 32 | (0xffffffffu - static_cast<uint32_t>(expert));
+// Larger score first, then the lower expert.
+__device__ __forceinline__ Key rank_key(float value, int expert) {
+  return static_cast<Key>(order_key(value)) << 32 | (0xffffffffu - static_cast<uint32_t>(expert));
 }
 
-__device__ __forceinline__ int expert_of(Key key) {
-  return static_cast<int>(0xffffffffu - static_cast<uint32_t>(key & 0xffffffffu));
+// NaN when one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
 }
 
-// Clears the keys of all experts outside the best groups; a group's score is the sum of its two best.
-template <int kRegisters>
-__device__ __forceinline__ void keep_best_groups(const TopkParams& p, const float (&biased)[kRegisters],
-                                                 uint32_t (&key)[kRegisters], TopkShared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, size = p.experts / p.num_groups;
+// The k-th largest of the lanes' values: all of them sorted, largest in lane 0.
+__device__ __forceinline__ float warp_kth_largest(float value, int k) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kRegisters; ++i) {
-    const int expert = i * kTopkThreads + static_cast<int>(threadIdx.x);
-    if (expert < p.experts) shared.groups.biased[expert] = biased[i];
+  for (int size = 2; size <= 32; size *= 2) {
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      const float other = __shfl_xor_sync(kFullWarp, value, stride);
+      const bool keep_larger = ((lane & size) == 0) == ((lane & stride) == 0);
+      value = keep_larger ? fmaxf(value, other) : fminf(value, other);
+    }
   }
-  __syncthreads();
-  for (int group = warp; group < p.num_groups; group += kTopkThreads / 32) {
+  return __shfl_sync(kFullWarp, value, k - 1);
+}
+
+// Bit i: expert 32 i + lane is in one of the best groups; a group's score is the sum of its two best.
+template <int kRegisters>
+__device__ __forceinline__ uint32_t best_groups(const TopkParams& p, const float (&biased)[kRegisters],
+                                                GroupShared& shared) {
+  const int lane = threadIdx.x % 32, size = p.experts / p.num_groups;
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) shared.biased[i * 32 + lane] = biased[i];
+  __syncwarp();
+  for (int group = 0; group < p.num_groups; ++group) {
     float first = -INFINITY, second = -INFINITY;
     for (int i = lane; i < size; i += 32) {
-      const float value = shared.groups.biased[group * size + i];
+      const float value = shared.biased[group * size + i];
       second = fmaxf(second, fminf(first, value));
       first = fmaxf(first, value);
     }
@@ -55,139 +69,135 @@ __device__ __forceinline__ void keep_best_groups(const TopkParams& p, const floa
       second = fmaxf(fmaxf(second, other_second), fminf(first, other_first));
       first = fmaxf(first, other_first);
     }
-    if (lane == 0) shared.groups.score[group] = size == 1 ? first : first + second;
+    if (lane == 0) shared.score[group] = size == 1 ? first : first + second;
   }
-  __syncthreads();
-  for (int group = threadIdx.x; group < p.num_groups; group += kTopkThreads) {
+  __syncwarp();
+  uint32_t kept = 0;
+  for (int i = 0; i * 32 + lane < p.experts; ++i) {
+    const int group = (i * 32 + lane) / size;
+    const float mine = shared.score[group];
     int rank = 0;
     for (int other = 0; other < p.num_groups; ++other) {
-      const float mine = shared.groups.score[group], theirs = shared.groups.score[other];
-      rank += theirs > mine || (theirs == mine && other < group);
+      rank += shared.score[other] > mine || (shared.score[other] == mine && other < group);
     }
-    shared.groups.kept[group] = rank < p.topk_groups;
+    kept |= rank < p.topk_groups ? 1u << i : 0;
   }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) {
-    const int expert = i * kTopkThreads + static_cast<int>(threadIdx.x);
-    if (expert < p.experts && !shared.groups.kept[expert / size]) key[i] = 0;
-  }
-  __syncthreads();  // the candidates take over the space
+  return kept;
 }
 
-template <int kRegisters>
-__global__ void __launch_bounds__(kTopkThreads) topk_kernel(const __grid_constant__ TopkParams p) {
-  __shared__ TopkShared shared;
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int64_t row = blockIdx.x;
+// kExact: there are 32 * kRegisters experts. kGroups: only some groups take part; GroupShared [warps] dynamic.
+template <int kRegisters, bool kExact, bool kGroups>
+__global__ void __launch_bounds__(kTopkThreads, kTopkBlocks) topk_kernel(const __grid_constant__ TopkParams p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ TopkShared shared_of_warp[kTopkWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  TopkShared& shared = shared_of_warp[warp];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kTopkWarps + warp;
+  if (row >= p.tokens) return;
+  auto inside = [&](int i) { return kExact || i * 32 + lane < p.experts; };
 
   // ---- before the dependency wait: the bias is a weight ----
+  const float* bias = p.bias + lane;
   float biased[kRegisters];
 #pragma unroll
-  for (int i = 0; i < kRegisters; ++i) {
-    const int expert = i * kTopkThreads + thread;
-    biased[i] = expert < p.experts ? p.bias[expert] : 0.f;
-  }
-  if (thread == 0) shared.total = 0;
+  for (int i = 0; i < kRegisters; ++i) biased[i] = inside(i) ? bias[i * 32] : -INFINITY;
   ptx::pdl_wait();
 
+  // ---- scores; asked for before num_tokens has arrived ----
+  const float* logits = p.logits + row * p.logits_stride + lane;
+  float logit[kRegisters];
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) logit[i] = inside(i) ? logits[i * 32] : 0.f;
+  int32_t* ids = p.ids + row * p.k + lane;
+  float* weights = p.weights + row * p.k + lane;
   if (row >= live_tokens(p.num_tokens, p.tokens)) {
-    if (thread < p.k) {
-      p.ids[row * p.k + thread] = -1;
-      p.weights[row * p.k + thread] = 0.f;
-    }
+    if (lane < p.k) *ids = -1, *weights = 0.f;
     return;
   }
-
-  // ---- scores ----
-  const float* logits = p.logits + row * p.logits_stride;
-  float score[kRegisters];
+  float best = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kRegisters; ++i) {
-    const int expert = i * kTopkThreads + thread;
-    score[i] = expert < p.experts ? logits[expert] : 0.f;
+    biased[i] += sigmoid(logit[i]);
+    best = max_or_nan(best, biased[i]);
   }
-  uint32_t key[kRegisters], best = 0;
-  bool bad = false;
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) {
-    score[i] = sigmoid(score[i]);
-    biased[i] += score[i];
-    bad |= biased[i] != biased[i];
-    key[i] = i * kTopkThreads + thread < p.experts ? order_key(biased[i]) : 0;
-    best = max(best, key[i]);
-  }
-  const bool groups = p.topk_groups < p.num_groups;
-  if (groups) {
-    keep_best_groups(p, biased, key, shared);
-    best = 0;
-#pragma unroll
-    for (int i = 0; i < kRegisters; ++i) best = max(best, key[i]);
-  }
-
-  // ---- tau: the k-th best of the lane groups' best ----
-  best = max(best, __shfl_xor_sync(kFullWarp, best, 1));
-  best = max(best, __shfl_xor_sync(kFullWarp, best, 2));
-  if (lane % 4 == 0) shared.group_best[thread / 4] = best;
-  if (__syncthreads_or(bad)) {
-    if (thread < p.k) {
-      p.ids[row * p.k + thread] = -1;
-      p.weights[row * p.k + thread] = NAN;
-    }
-    if (thread == 0 && p.counts != nullptr) atomicAdd(p.counts + p.experts, 1);
+  if (__any_sync(kFullWarp, best != best)) {
+    if (lane < p.k) *ids = -1, *weights = NAN;
+    if (lane == 0 && p.counts != nullptr) atomicAdd(p.counts + p.experts, 1);
     return;
   }
-  const uint32_t mine = shared.group_best[lane];
-  int at_least = 0;
-#pragma unroll
-  for (int j = 0; j < 32; j += 4) {
-    const uint4 others = *reinterpret_cast<const uint4*>(shared.group_best + j);
-    at_least += (others.x >= mine) + (others.y >= mine) + (others.z >= mine) + (others.w >= mine);
-  }
-  // With fewer than k groups in use every expert that may be chosen is a candidate.
-  const uint32_t tau = max(__reduce_max_sync(kFullWarp, at_least >= p.k ? mine : 0u), 1u);
-
-  // ---- candidates side by side, in any order: the rank decides ----
-  int count = 0;
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) count += key[i] >= tau;
-  if (count > 0) {
-    int place = atomicAdd(&shared.total, count);
+  uint32_t allowed = ~0u;
+  if constexpr (kGroups) {
+    allowed = best_groups(p, biased, reinterpret_cast<GroupShared*>(memory)[warp]);
+    best = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) {
-      if (key[i] >= tau) {
-        shared.candidate[place] = rank_key(key[i], i * kTopkThreads + thread);
-        shared.score[place] = score[i];
-        ++place;
+      if (allowed >> i & 1) best = fmaxf(best, biased[i]);
+    }
+  }
+
+  // ---- who reaches tau ----
+  const float tau = warp_kth_largest(best, p.k);
+  uint32_t reach = 0;  // bit i: expert 32 i + lane
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) reach |= biased[i] >= tau && inside(i) ? 1u << i : 0;
+  if constexpr (kGroups) reach &= allowed;
+  int place = __popc(reach);
+  const int own = place;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int other = __shfl_up_sync(kFullWarp, place, offset);
+    if (lane >= offset) place += other;
+  }
+  const int total = __shfl_sync(kFullWarp, place, 31);
+  place -= own;
+  auto score_of = [&](int expert) { return sigmoid(logits[expert - lane]); };
+  auto key_of = [&](int expert, float score) { return rank_key(bias[expert - lane] + score, expert); };
+
+  // ---- side by side in any order; rank = how many are better ----
+  if (total <= kCandidates) {
+    for (; reach != 0; reach &= reach - 1) shared.candidate[place++].expert = (__ffs(reach) - 1) * 32 + lane;
+    if (lane < 4) shared.key[total + lane] = 0;  // they are read four at a time
+    __syncwarp();
+    for (int c = lane; c < total; c += 32) {
+      const int expert = shared.candidate[c].expert;
+      const float score = score_of(expert);
+      shared.candidate[c].score = score;
+      shared.key[c] = key_of(expert, score);
+    }
+    __syncwarp();
+    for (int c = lane; c < total; c += 32) {
+      const Key mine = shared.key[c];
+      int rank = 0;
+      for (int j = 0; j < total; j += 4) {
+        const ulonglong2 a = *reinterpret_cast<const ulonglong2*>(shared.key + j);
+        const ulonglong2 b = *reinterpret_cast<const ulonglong2*>(shared.key + j + 2);
+        rank += (a.x > mine) + (a.y > mine) + (b.x > mine) + (b.y > mine);
+      }
+      if (rank < p.k) shared.chosen[rank] = shared.candidate[c];
+    }
+  } else {
+    for (int rank = 0; rank < p.k; ++rank) {
+      Key key = 0;
+      for (uint32_t left = reach; left != 0; left &= left - 1) {
+        const int expert = (__ffs(left) - 1) * 32 + lane;
+        key = max(key, key_of(expert, score_of(expert)));
+      }
+      const uint32_t high = static_cast<uint32_t>(key >> 32), highest = __reduce_max_sync(kFullWarp, high);
+      const uint32_t low = high == highest ? static_cast<uint32_t>(key) : 0;
+      const int winner = static_cast<int>(0xffffffffu - __reduce_max_sync(kFullWarp, low));
+      if (winner % 32 == lane) {
+        reach &= ~(1u << winner / 32);
+        shared.chosen[rank] = {winner, score_of(winner)};
       }
     }
   }
-  __syncthreads();
-
-  // ---- rank = how many are better; four lanes share a candidate ----
-  const int total = shared.total;
-  for (int first = 0; first < total; first += kTopkThreads / 4) {
-    const int candidate = first + thread / 4;
-    const Key own = candidate < total ? shared.candidate[candidate] : ~0ull;
-    int rank = 0;
-    for (int j = lane % 4; j < total; j += 4) rank += shared.candidate[j] > own;
-    rank += __shfl_xor_sync(kFullWarp, rank, 1);
-    rank += __shfl_xor_sync(kFullWarp, rank, 2);
-    if (lane % 4 == 0 && candidate < total && rank < p.k) {
-      shared.chosen[rank] = expert_of(own);
-      shared.chosen_score[rank] = shared.score[candidate];
-    }
-  }
-  __syncthreads();
-  if (thread < 32) {
-    const float value = lane < p.k ? shared.chosen_score[lane] : 0.f;
-    const float norm = warp_sum(value) + 1e-20f;
-    if (lane < p.k) {
-      const int expert = shared.chosen[lane];
-      p.ids[row * p.k + lane] = expert;
-      p.weights[row * p.k + lane] = value / norm * p.scale;
-      if (p.counts != nullptr) atomicAdd(p.counts + expert, 1);
-    }
+  __syncwarp();
+  const TopkChoice choice = lane < p.k ? shared.chosen[lane] : TopkChoice{0, 0.f};
+  const float norm = warp_sum(choice.score) + 1e-20f;  // in the order of ranks
+  if (lane < p.k) {
+    *ids = choice.expert;
+    *weights = choice.score / norm * p.scale;
+    if (p.counts != nullptr) atomicAdd(p.counts + choice.expert, 1);
   }
   ptx::pdl_trigger();
 }

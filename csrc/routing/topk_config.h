@@ -1,4 +1,4 @@
-// One block a token. Scores live in registers: expert e sits in thread e % kTopkThreads, register e / kTopkThreads.
+// A warp a token: expert e sits in lane e % 32, register e / 32.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,25 @@
 namespace kimi::routing {
 
 constexpr int kTopkThreads = 128;
+constexpr int kTopkWarps = kTopkThreads / 32;
+constexpr int kTopkBlocks = 4;  // of an SM: 128 registers a thread, for all loads at once
+constexpr int kCandidates = 64;
+
+struct TopkChoice {
+  int32_t expert;
+  float score;  // the unbiased sigmoid
+};
+
+struct TopkShared {
+  alignas(16) unsigned long long key[kCandidates + 4];
+  TopkChoice candidate[kCandidates];
+  TopkChoice chosen[kMaxTopK];
+};
 
 // Only for expert groups.
 struct GroupShared {
   float biased[kMaxExperts];
   float score[kMaxExperts];
-  uint8_t kept[kMaxExperts];
-};
-
-struct TopkShared {
-  union {
-    struct {
-      unsigned long long candidate[kMaxExperts];  // score key in the high half, ~expert in the low half
-      float score[kMaxExperts];                   // the unbiased sigmoid
-    };
-    GroupShared groups;  // before the candidates
-  };
-  alignas(16) uint32_t group_best[32];
-  int total;
-  int chosen[kMaxTopK];
-  float chosen_score[kMaxTopK];
 };
 
 }  // namespace kimi::routing
