@@ -51,19 +51,13 @@ void topk(py::handle logits_arg, py::handle bias_arg, py::handle num_tokens_arg,
   if (tokens > 0) launch_topk(params, call.stream());
 }
 
-// Elements of the int32 scratch that dispatch needs; 0 when one block sorts all pairs.
-int64_t dispatch_scratch(int64_t pairs, int64_t experts) {
-  const int chunks = dispatch_chunks(pairs);
-  return chunks == 1 ? 0 : (chunks * experts + 1) / 2;
-}
-
 void dispatch(py::handle ids_arg, py::handle num_tokens_arg, py::handle clear_arg, py::handle counts_arg,
               py::handle offsets_arg, py::handle pairs_arg, py::handle tiles_arg, py::handle num_tiles_arg,
               py::handle scratch_arg, int64_t first, int64_t tile_tokens) {
   Call call("routing.dispatch");
   const Tensor ids = call.tensor("ids", ids_arg).is({DType::kI32}).rank(2).contiguous();
   const int64_t slots = ids.numel();
-  call.require(slots < INT32_MAX, "ids must have fewer than 2^31 entries");
+  call.require(slots < kMaxPairs, "ids must have fewer than 2^28 entries, got " + std::to_string(slots));
   const Tensor num_tokens = call.optional("num_tokens", num_tokens_arg);
   const Tensor clear = call.optional("counts", clear_arg);
   if (clear) clear.is({DType::kI32}).rank(1).contiguous();
@@ -98,15 +92,13 @@ void dispatch(py::handle ids_arg, py::handle num_tokens_arg, py::handle clear_ar
   params.pairs = pairs.as<int32_t>();
   params.tiles = tiles.as<int32_t>();
   params.num_tiles = num_tiles.as<int32_t>();
-  params.chunk_counts = scratch ? scratch.as<uint16_t>() : nullptr;
   params.tokens = ids.shape[0];
   params.k = static_cast<int>(ids.shape[1]);
   params.first = static_cast<int>(first);
   params.experts = static_cast<int>(experts);
   params.tile_tokens = static_cast<int>(tile_tokens);
   params.max_tiles = static_cast<int>(tiles.shape[0]);
-  params.chunks = dispatch_chunks(slots);
-  launch_dispatch(params, call.stream());
+  launch_dispatch(params, scratch ? scratch.as<int32_t>() : nullptr, call.stream());
 }
 
 }  // namespace

@@ -1,11 +1,10 @@
-// From expert ids to the work list of the grouped GEMMs: a stable counting sort, and tiles with the fullest experts
-// first.
+// From expert ids to the work list of the grouped GEMMs: a stable sort of the pairs by expert, and tiles with the
+// fullest experts first. Blocks do not talk to each other. Up to 8192 pairs (512 tokens at k = 16) are one chunk and
+// one launch, in which every block counts for itself; more are cut into chunks, which a launch before counts.
 //
-// Pairs are cut into chunks of 8192, one block each. A warp walks its share (at most 256) in order; lanes with the same
-// expert find each other with match.any, so a pair's rank among the warp's pairs of its expert is known in one pass.
-// Prefix sums over warps, chunks and experts then give its place. With one chunk (512 tokens at k = 16) that is one
-// launch; more chunks are counted by a launch before. One block beside the chunks sorts the experts by load and writes
-// the tiles.
+// A slice block keeps, in order, its chunk's pairs of its 32 experts. Then each warp takes one expert and picks that
+// one's pairs from the list by ballots, which keeps their order: no atomics decide anything.
+// The tile block sorts the experts by load, 5 bits a pass: one pass as long as no expert has more than 31 pairs.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -14,261 +13,278 @@
 
 namespace kimi::routing {
 
-// Where a warp's pairs of each expert start; uint16 [warps][pitch].
-__device__ __forceinline__ uint16_t* warp_counters(DispatchShared& shared) {
-  return reinterpret_cast<uint16_t*>(&shared + 1);
+__device__ __forceinline__ uint32_t live_pairs(const DispatchParams& p) {
+  return static_cast<uint32_t>(live_tokens(p.num_tokens, p.tokens) * p.k);
 }
 
-__device__ __forceinline__ int counter_pitch(const DispatchParams& p) { return round_up(p.experts, 8); }
+__device__ __forceinline__ unsigned lanes_before() { return (1u << threadIdx.x % 32) - 1; }
 
-__device__ __forceinline__ int64_t live_pairs(const DispatchParams& p) {
-  return live_tokens(p.num_tokens, p.tokens) * p.k;
+// Sum over the warps before this one, of a value that each warp has stored.
+__device__ __forceinline__ int sum_before(const int32_t (&of_warp)[kDispatchWarps]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  return __reduce_add_sync(kFullWarp, lane < warp ? of_warp[lane] : 0);
 }
 
-// Rounds of 32 pairs that each warp walks, from the slots of a chunk: few pairs are spread over 16 warps first.
-__device__ __forceinline__ int warp_rounds(const DispatchParams& p) {
-  const int64_t slots = p.tokens * p.k;
-  return slots >= kChunkPairs / 2 ? kDispatchRounds : static_cast<int>(slots / (kChunkPairs / 2 / kDispatchRounds)) + 1;
-}
-
-// Warps that have pairs in this chunk.
-__device__ __forceinline__ int busy_warps(const DispatchParams& p, int64_t pairs) {
-  const int warps = static_cast<int>(ceil_div<int64_t>(pairs < kChunkPairs ? pairs : kChunkPairs, 32 * warp_rounds(p)));
-  return warps > 0 ? warps : 0;
-}
-
-__device__ __forceinline__ void clear_counters(const DispatchParams& p, DispatchShared& shared) {
-  uint4* words = reinterpret_cast<uint4*>(warp_counters(shared));
-  const int count = busy_warps(p, p.tokens * p.k) * counter_pitch(p) / 8;
-  for (int i = threadIdx.x; i < count; i += kDispatchThreads) words[i] = make_uint4(0, 0, 0, 0);
-}
-
-// This thread's experts (-1: takes no part) and their ranks among the warp's pairs of the same expert; fills counters.
-__device__ __forceinline__ void rank_pairs(const DispatchParams& p, int64_t begin, int64_t end,
-                                           int (&expert)[kDispatchRounds], int (&rank)[kDispatchRounds],
-                                           DispatchShared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rounds = warp_rounds(p);
-  const int64_t start = begin + warp * rounds * 32;
-#pragma unroll
-  for (int r = 0; r < kDispatchRounds; ++r) {
-    const int64_t pair = start + r * 32 + lane;
-    expert[r] = r < rounds && pair < end ? p.ids[pair] - p.first : -1;
-    if (expert[r] >= p.experts || expert[r] < 0) expert[r] = -1;
-  }
-  if (start >= end) return;
-  uint16_t* mine = warp_counters(shared) + warp * counter_pitch(p);
-#pragma unroll
-  for (int r = 0; r < kDispatchRounds; ++r) {
-    if (r >= rounds || start + r * 32 >= end) break;
-    const unsigned same = __match_any_sync(kFullWarp, expert[r]);
-    const int before = expert[r] >= 0 ? mine[expert[r]] : 0;
-    const int among = __popc(same & ((1u << lane) - 1));
-    rank[r] = before + among;
-    __syncwarp();
-    if (expert[r] >= 0 && among == 0) mine[expert[r]] = static_cast<uint16_t>(before + __popc(same));
-    __syncwarp();
-  }
-}
-
-// Turns the counters of one expert (a thread each) into starts within the chunk; returns the chunk's count.
-__device__ __forceinline__ int scan_warps(const DispatchParams& p, DispatchShared& shared, int warps) {
-  const int expert = threadIdx.x;
-  if (expert >= p.experts) return 0;
-  uint16_t* column = warp_counters(shared) + expert;
-  const int pitch = counter_pitch(p);
-  int sum = 0;
-#pragma unroll 8
-  for (int w = 0; w < warps; ++w) {
-    const int count = column[w * pitch];
-    column[w * pitch] = static_cast<uint16_t>(sum);
-    sum += count;
-  }
-  return sum;
-}
-
-// Exclusive prefix sum over the block's threads; shared.total is the sum. Two block barriers.
-__device__ __forceinline__ int scan_block(int value, DispatchShared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ __forceinline__ int warp_scan(int value) {  // exclusive
+  const int lane = threadIdx.x % 32;
   int inclusive = value;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     const int other = __shfl_up_sync(kFullWarp, inclusive, offset);
     if (lane >= offset) inclusive += other;
   }
-  if (lane == 31) shared.warp_total[warp] = inclusive;
-  __syncthreads();
-  int warps = shared.warp_total[lane];
-  const int own = warps;
+  return inclusive - value;
+}
+
+// Experts (within those that take part; beyond them: no part) of the pairs first, first + kStep, ...
+// The ids are asked for before num_tokens has arrived.
+template <int kRounds, int kStep>
+__device__ __forceinline__ void load_experts(const DispatchParams& p, uint32_t first, unsigned (&expert)[kRounds]) {
+  const int32_t* ids = p.ids + first;
+  const uint32_t slots = static_cast<uint32_t>(p.tokens * p.k);
+  const int left = static_cast<int>(slots - first);
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(kFullWarp, warps, offset);
-    if (lane >= offset) warps += other;
-  }
-  const int before = __shfl_sync(kFullWarp, warps - own, warp);
-  if (threadIdx.x == 31) shared.total = warps;
-  __syncthreads();
-  return before + inclusive - value;
+  for (int r = 0; r < kRounds; ++r) expert[r] = r * kStep < left ? static_cast<unsigned>(ids[r * kStep]) : ~0u;
+  const int live = static_cast<int>(live_pairs(p) - first);
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) expert[r] = r * kStep < live ? expert[r] - p.first : ~0u;
 }
 
-// Pairs of this thread's expert in all chunks, and in the chunks before `chunk`. With one chunk: its own counters.
-__device__ __forceinline__ void count_expert(const DispatchParams& p, int chunk, int& all, int& before) {
-  all = before = 0;
-  if (static_cast<int>(threadIdx.x) >= p.experts) return;
-#pragma unroll 8
-  for (int c = 0; c < p.chunks; ++c) {
-    const int count = p.chunk_counts[static_cast<int64_t>(c) * p.experts + threadIdx.x];
-    all += count;
-    before += c < chunk ? count : 0;
-  }
-}
+// ---- slices ----
 
-// Sorts one key a thread, largest first, over the first `count` (a power of two) threads. Partners of one warp
-// exchange by shuffle, others through two sets of `scratch` in turn: one block barrier a step.
-__device__ __forceinline__ uint32_t bitonic_sort(uint32_t key, int count, uint32_t* scratch) {
-  const int thread = threadIdx.x;
-  int set = 0;
-  for (int size = 2; size <= count; size *= 2) {
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      uint32_t other;
-      if (stride < 32) {
-        other = __shfl_xor_sync(kFullWarp, key, stride);
-      } else {
-        scratch[set * kMaxExperts + thread] = key;
-        __syncthreads();
-        other = scratch[set * kMaxExperts + (thread ^ stride)];
-        set ^= 1;
-      }
-      const bool keep_larger = ((thread & size) == 0) == ((thread & stride) == 0);
-      if (thread < count) key = keep_larger ? max(key, other) : min(key, other);
-    }
-  }
-  return key;
-}
-
-// Tiles of all experts from their counts (a thread each) and starts: fullest expert first, ties to the lower expert.
-__device__ __forceinline__ void write_tiles(const DispatchParams& p, int count, int start, DispatchShared& shared) {
-  uint32_t* keys = reinterpret_cast<uint32_t*>(&shared + 1);
-  const int thread = threadIdx.x, lane = thread % 32;
-  __syncthreads();  // the counters' space is taken over
-  if (thread < p.experts) shared.base[thread] = start, shared.count[thread] = count;
-  const int place = scan_block(count > 0 ? 1 : 0, shared);
-  const int used = shared.total;
-  int slots = 1;
-  while (slots < used) slots *= 2;
-  // Load above expert in one word; loads that do not fit are all "most".
-  const uint32_t load = min(static_cast<uint32_t>(count), 0xffffffffu / kMaxExperts);
-  keys[thread] = 0;
-  __syncthreads();
-  if (count > 0) keys[place] = load * kMaxExperts + (kMaxExperts - 1 - thread);
-  __syncthreads();
-  const uint32_t key = keys[thread];
-  __syncthreads();
-  const uint32_t sorted = bitonic_sort(key, slots, keys);
-  const int expert = kMaxExperts - 1 - static_cast<int>(sorted % kMaxExperts);
-  const int tokens = sorted > 0 ? shared.count[expert] : 0;
-  const int pieces = ceil_div(tokens, p.tile_tokens);
-  const int size = pieces > 0 ? round_up(ceil_div(tokens, pieces), 8) : 0;
-  const int first_tile = scan_block(pieces, shared);
-  const int num_tiles = shared.total;
-  auto write = [&](int of_expert, int of_tokens, int of_size, int of_tile, int piece) {
-    int32_t* row = p.tiles + static_cast<int64_t>(of_tile + piece) * 3;
-    row[0] = of_expert;
-    row[1] = shared.base[of_expert] + piece * of_size;
-    row[2] = min(of_size, of_tokens - piece * of_size);
-  };
-  for (int piece = 0; piece < min(pieces, kOwnPieces); ++piece) write(expert, tokens, size, first_tile, piece);
-  // Crowded experts: the warp writes their other tiles together, so that one expert is no long loop.
-  for (unsigned crowded = __ballot_sync(kFullWarp, pieces > kOwnPieces); crowded != 0; crowded &= crowded - 1) {
-    const int source = __ffs(crowded) - 1;
-    const int of_expert = __shfl_sync(kFullWarp, expert, source), of_tokens = __shfl_sync(kFullWarp, tokens, source);
-    const int of_size = __shfl_sync(kFullWarp, size, source), of_tile = __shfl_sync(kFullWarp, first_tile, source);
-    const int of_pieces = __shfl_sync(kFullWarp, pieces, source);
-    for (int piece = kOwnPieces + lane; piece < of_pieces; piece += 32) {
-      write(of_expert, of_tokens, of_size, of_tile, piece);
-    }
-  }
-  for (int64_t i = static_cast<int64_t>(num_tiles) * 3 + thread; i < static_cast<int64_t>(p.max_tiles) * 3;
-       i += kDispatchThreads) {
-    p.tiles[i] = -1;
-  }
-  if (thread == 0) *p.num_tiles = num_tiles;
-  if (p.clear != nullptr) {
-    for (int i = thread; i < p.num_clear; i += kDispatchThreads) p.clear[i] = 0;
-  }
-}
-
-// Counts of each chunk, when there are several.
-__global__ void __launch_bounds__(kDispatchThreads) count_chunks_kernel(const __grid_constant__ DispatchParams p) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  DispatchShared& shared = *reinterpret_cast<DispatchShared*>(memory);
-  clear_counters(p, shared);
+template <int kRounds>
+__device__ __forceinline__ void sort_slice(const DispatchParams& p, unsigned char* memory) {
+  SliceShared& shared = *reinterpret_cast<SliceShared*>(memory);
+  uint32_t* const list = reinterpret_cast<uint32_t*>(&shared + 1);  // place in the chunk * 32 + expert of the slice
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const unsigned experts = p.experts, chunk = blockIdx.y, slice = blockIdx.x - 1;
+  const unsigned first = slice * kSliceExperts, size = min(experts - first, static_cast<unsigned>(kSliceExperts));
+  if (thread < 2 * kSliceExperts) (thread < kSliceExperts ? shared.count : shared.before)[lane] = 0;
   __syncthreads();
   ptx::pdl_wait();
 
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kChunkPairs;
-  const int64_t live = live_pairs(p), end = begin + kChunkPairs < live ? begin + kChunkPairs : live;
-  int expert[kDispatchRounds], rank[kDispatchRounds];
-  rank_pairs(p, begin, end, expert, rank, shared);
-  __syncthreads();
-  const int count = scan_warps(p, shared, busy_warps(p, end - begin));
-  if (static_cast<int>(threadIdx.x) < p.experts) {
-    p.chunk_counts[static_cast<int64_t>(blockIdx.x) * p.experts + threadIdx.x] = static_cast<uint16_t>(count);
+  const unsigned chunk_first = chunk * (kRounds * kDispatchThreads);
+  const unsigned place = warp * (kRounds * 32) + lane;  // a warp's share of a chunk is contiguous
+  unsigned expert[kRounds];
+  load_experts<kRounds, 32>(p, chunk_first + place, expert);
+
+  // ---- how many pairs the slice's experts have, and those before ----
+  int below = 0, total = 0;
+  if (p.chunks == 1) {
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      below += expert[r] < first;
+      total += expert[r] < experts;
+      if (expert[r] - first < size) atomicAdd(&shared.count[expert[r] - first], 1);
+    }
+    below = __reduce_add_sync(kFullWarp, below);
+    total = __reduce_add_sync(kFullWarp, total);
+  } else {
+    for (unsigned c = warp; c < static_cast<unsigned>(p.chunks); c += kDispatchWarps) {
+      const int group = p.group_counts[c * kDispatchWarps + lane];
+      const int count = lane < size ? p.chunk_counts[static_cast<int64_t>(c) * experts + first + lane] : 0;
+      below += __reduce_add_sync(kFullWarp, lane < slice ? group : 0);
+      total += __reduce_add_sync(kFullWarp, group);
+      atomicAdd(&shared.count[lane], count);
+      if (c < chunk) atomicAdd(&shared.before[lane], count);
+    }
   }
+  unsigned own[kRounds];
+  int sum = 0;
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    own[r] = __ballot_sync(kFullWarp, expert[r] - first < size);
+    sum += __popc(own[r]);
+  }
+  if (lane == 0) shared.below[warp] = below, shared.total[warp] = total, shared.own[warp] = sum;
+  __syncthreads();
+
+  below = __reduce_add_sync(kFullWarp, shared.below[lane]);
+  total = __reduce_add_sync(kFullWarp, shared.total[lane]);
+  int at = sum_before(shared.own);
+  const int listed = __reduce_add_sync(kFullWarp, shared.own[lane]);
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    if (expert[r] - first < size) {
+      list[at + __popc(own[r] & lanes_before())] = (place + r * 32) * kSliceExperts + (expert[r] - first);
+    }
+    at += __popc(own[r]);
+  }
+  __syncthreads();
+
+  // ---- a warp an expert ----
+  const int start = below + sum_before(shared.count), count = shared.count[warp];
+  if (chunk == 0 && warp < size && lane == 0) p.counts[first + warp] = count, p.offsets[first + warp] = start;
+  if (chunk == 0 && slice == 0 && thread == 0) p.offsets[experts] = total;
+  if (count > 0) {
+    int32_t* target = p.pairs + start + shared.before[warp];
+#pragma unroll 4
+    for (int base = 0; base < listed; base += 32) {
+      const uint32_t entry = base + lane < listed ? list[base + lane] : ~0u;
+      const bool mine = base + lane < listed && entry % kSliceExperts == static_cast<unsigned>(warp);
+      const unsigned all = __ballot_sync(kFullWarp, mine);
+      if (mine) target[__popc(all & lanes_before())] = static_cast<int32_t>(chunk_first + entry / kSliceExperts);
+      target += __popc(all);
+    }
+  }
+  const int64_t slots = p.tokens * p.k, step = static_cast<int64_t>(gridDim.x - 1) * gridDim.y * kDispatchThreads;
+  const int64_t block = static_cast<int64_t>(chunk) * (gridDim.x - 1) + slice;
+#pragma unroll 1
+  for (int64_t i = total + block * kDispatchThreads + thread; i < slots; i += step) p.pairs[i] = -1;
+}
+
+// ---- tiles ----
+
+// Adds a chunk's pairs to shared counters, which are 0 before.
+template <int kRounds>
+__device__ __forceinline__ void count_chunk(const DispatchParams& p, uint32_t first, int32_t* counts) {
+  unsigned expert[kRounds];
+  load_experts<kRounds, kDispatchThreads>(p, first + threadIdx.x, expert);
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r) {
+    if (expert[r] < static_cast<unsigned>(p.experts)) atomicAdd(&counts[expert[r]], 1);
+  }
+}
+
+// How many threads have a larger digit, or the same and come before. Two block barriers; `lanes` is 0 before and, after
+// the next barrier, again.
+__device__ __forceinline__ int rank_by_digit(int digit, TileShared& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = kDigits - 1 - digit;
+  atomicOr(&shared.lanes[row][warp], 1u << lane);
+  __syncthreads();
+  const int among = __popc(shared.lanes[row][warp] & lanes_before());
+  const int entry = __popc(shared.lanes[warp][lane]);  // here this warp stands for a digit, its lanes for warps
+  const int before = warp_scan(entry);
+  shared.before[warp][lane] = before;
+  if (lane == 31) shared.digit_total[warp] = before + entry;
+  __syncthreads();
+  shared.lanes[warp][lane] = 0;
+  const int larger = warp_scan(shared.digit_total[lane]);
+  return __shfl_sync(kFullWarp, larger, row) + shared.before[row][warp] + among;
+}
+
+__device__ __forceinline__ void write_tile(const DispatchParams& p, int tile, int expert, int start, int tokens) {
+  int32_t* row = p.tiles + static_cast<int64_t>(tile) * 3;
+  row[0] = expert;
+  row[1] = start;
+  row[2] = tokens;
+}
+
+// The general case: by the position in the order of loads, more digits first if loads have them, several tiles for an
+// expert. `most` is the largest load; count and start lie in shared memory.
+__device__ __forceinline__ void write_sorted_tiles(const DispatchParams& p, int rank, int most, TileShared& shared) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  int expert = thread, count;
+  for (int shift = kDigitBits;; shift += kDigitBits) {
+    shared.sorted[rank] = expert;
+    __syncthreads();
+    expert = shared.sorted[thread];
+    count = shared.count[expert];
+    if (shift > 30 || most >> shift == 0) break;
+    rank = rank_by_digit(count >> shift & (kDigits - 1), shared);
+  }
+  const int pieces = ceil_div(count, p.tile_tokens), start = shared.start[expert];
+  const int size = pieces > 1 ? round_up(ceil_div(count, pieces), 8) : count;
+  int tile = warp_scan(pieces);
+  if (lane == 31) shared.warp_pieces[warp] = tile + pieces;
+  __syncthreads();
+  tile += sum_before(shared.warp_pieces);
+  auto write = [&](int of_expert, int of_start, int of_count, int of_size, int of_tile, int piece) {
+    const int done = piece * of_size;
+    write_tile(p, of_tile + piece, of_expert, of_start + done, min(of_size, of_count - done));
+  };
+  for (int piece = 0; piece < min(pieces, kOwnPieces); ++piece) write(expert, start, count, size, tile, piece);
+  // Crowded experts: the warp writes their other tiles together, so that one expert is no long loop.
+  for (unsigned crowded = __ballot_sync(kFullWarp, pieces > kOwnPieces); crowded != 0; crowded &= crowded - 1) {
+    auto of = [&](int value) { return __shfl_sync(kFullWarp, value, __ffs(crowded) - 1); };
+    const int of_expert = of(expert), of_start = of(start), of_count = of(count), of_size = of(size);
+    const int of_tile = of(tile), of_pieces = of(pieces);
+    for (int piece = kOwnPieces + lane; piece < of_pieces; piece += 32) {
+      write(of_expert, of_start, of_count, of_size, of_tile, piece);
+    }
+  }
+}
+
+template <int kRounds>
+__device__ __forceinline__ void make_tiles(const DispatchParams& p, unsigned char* memory) {
+  TileShared& shared = *reinterpret_cast<TileShared*>(memory);
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  shared.count[thread] = 0;
+  shared.lanes[warp][lane] = 0;
+  __syncthreads();
+  ptx::pdl_wait();
+
+  if (p.clear != nullptr) {
+#pragma unroll 1
+    for (int i = thread; i < p.num_clear; i += kDispatchThreads) p.clear[i] = 0;
+  }
+  int count = 0;
+  if (p.chunks == 1) {
+    count_chunk<kRounds>(p, 0, shared.count);
+    __syncthreads();
+    count = shared.count[thread];
+  } else {
+    if (thread < p.experts) {
+#pragma unroll 8
+      for (int c = 0; c < p.chunks; ++c) count += p.chunk_counts[static_cast<int64_t>(c) * p.experts + thread];
+    }
+    shared.count[thread] = count;
+  }
+
+  // ---- where an expert's pairs start; its rank by the load's lowest digit ----
+  int start = warp_scan(count);
+  const int warp_most = __reduce_max_sync(kFullWarp, count);
+  const int pieces = count <= p.tile_tokens ? count > 0 : ceil_div(count, p.tile_tokens);
+  const int warp_pieces = __reduce_add_sync(kFullWarp, pieces);
+  if (lane == 31) {
+    shared.warp_total[warp] = start + count;
+    shared.warp_most[warp] = warp_most;
+    shared.warp_pieces[warp] = warp_pieces;
+  }
+  const int rank = rank_by_digit(count % kDigits, shared);
+  start += sum_before(shared.warp_total);
+  const int most = __reduce_max_sync(kFullWarp, shared.warp_most[lane]);
+  const int tiles = __reduce_add_sync(kFullWarp, shared.warp_pieces[lane]);
+
+  if (most < kDigits && most <= p.tile_tokens) {  // a tile an expert, and the rank is its place
+    if (count > 0) write_tile(p, rank, thread, start, count);
+  } else {
+    shared.start[thread] = start;
+    write_sorted_tiles(p, rank, most, shared);
+  }
+  if (thread == 0) *p.num_tiles = tiles;
+  const int64_t end = static_cast<int64_t>(p.max_tiles) * 3;
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(tiles) * 3 + thread; i < end; i += kDispatchThreads) p.tiles[i] = -1;
+}
+
+// ---- kernels ----
+
+// Counts of each chunk, by expert and by 32 of them, when there are several.
+__global__ void __launch_bounds__(kDispatchThreads) count_chunks_kernel(const __grid_constant__ DispatchParams p) {
+  __shared__ int32_t counts[kMaxExperts];
+  const int thread = threadIdx.x;
+  counts[thread] = 0;
+  __syncthreads();
+  ptx::pdl_wait();
+  count_chunk<kMaxRounds>(p, blockIdx.x * (kMaxRounds * kDispatchThreads), counts);
+  __syncthreads();
+  const int count = counts[thread], group = __reduce_add_sync(kFullWarp, count);
+  if (thread < p.experts) {
+    p.chunk_counts[static_cast<int64_t>(blockIdx.x) * p.experts + thread] = static_cast<uint16_t>(count);
+  }
+  if (thread % 32 == 0) p.group_counts[blockIdx.x * kDispatchWarps + thread / 32] = group;
   ptx::pdl_trigger();
 }
 
-// Blocks 0 .. chunks-1 place their pairs; block `chunks` writes the tiles.
+template <int kRounds>
 __global__ void __launch_bounds__(kDispatchThreads) dispatch_kernel(const __grid_constant__ DispatchParams p) {
   extern __shared__ __align__(16) unsigned char memory[];
-  DispatchShared& shared = *reinterpret_cast<DispatchShared*>(memory);
-  clear_counters(p, shared);
-  __syncthreads();
-  ptx::pdl_wait();
-
-  const bool tiles = static_cast<int>(blockIdx.x) == p.chunks;
-  const int chunk = blockIdx.x;
-  const int64_t live = live_pairs(p);
-  // The tile block of a single chunk counts that chunk again: cheaper than waiting for the other block.
-  const int64_t begin = tiles ? 0 : static_cast<int64_t>(chunk) * kChunkPairs;
-  const int64_t end = begin + kChunkPairs < live ? begin + kChunkPairs : live;
-  int expert[kDispatchRounds], rank[kDispatchRounds];
-  int all = 0, before = 0;
-  if (!tiles || p.chunks == 1) {
-    rank_pairs(p, begin, end, expert, rank, shared);
-    __syncthreads();
-    all = scan_warps(p, shared, busy_warps(p, end - begin));
-  }
-  if (p.chunks > 1) count_expert(p, chunk, all, before);
-  const int start = scan_block(all, shared);
-  const int total = shared.total;
-  if (tiles) {
-    write_tiles(p, all, start, shared);
-    ptx::pdl_trigger();
-    return;
-  }
-
-  const int thread = threadIdx.x;
-  if (thread < p.experts) {
-    shared.base[thread] = start + before;
-    if (chunk == 0) p.counts[thread] = all, p.offsets[thread] = start;
-  }
-  if (chunk == 0 && thread == 0) p.offsets[p.experts] = total;
-  __syncthreads();
-  const int warp = thread / 32, lane = thread % 32;
-  const uint16_t* mine = warp_counters(shared) + warp * counter_pitch(p);
-  const int64_t first_pair = begin + warp * warp_rounds(p) * 32 + lane;
-#pragma unroll
-  for (int r = 0; r < kDispatchRounds; ++r) {
-    const int64_t pair = first_pair + r * 32;
-    if (expert[r] >= 0) {
-      p.pairs[shared.base[expert[r]] + mine[expert[r]] + rank[r]] = static_cast<int32_t>(pair);
-    }
-  }
-  const int64_t slots = p.tokens * p.k;
-  for (int64_t i = total + static_cast<int64_t>(chunk) * kDispatchThreads + thread; i < slots;
-       i += static_cast<int64_t>(p.chunks) * kDispatchThreads) {
-    p.pairs[i] = -1;
+  if (blockIdx.x == 0) {
+    if (blockIdx.y == 0) make_tiles<kRounds>(p, memory);
+  } else {
+    sort_slice<kRounds>(p, memory);
   }
   ptx::pdl_trigger();
 }

@@ -1,4 +1,4 @@
-// A block sorts one chunk of pairs: 32 warps, each a contiguous piece, with a counter for each expert and warp.
+// Block 0 makes the tiles; the others sort a chunk's pairs of 32 experts each, a warp an expert.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,43 @@ namespace kimi::routing {
 
 constexpr int kDispatchThreads = 1024;
 constexpr int kDispatchWarps = kDispatchThreads / 32;
-constexpr int kDispatchRounds = 8;                               // of 32 pairs, a warp at most
-constexpr int kChunkPairs = kDispatchThreads * kDispatchRounds;  // 8192: counters fit 16 bits
-constexpr int kOwnPieces = 4;                                    // tiles of its expert that a thread writes itself
+constexpr int kSliceExperts = kDispatchWarps;
+constexpr int kMaxRounds = 8;  // pairs of a thread: a chunk holds at most 8192, so its counts fit 16 bits
+constexpr int kDigitBits = 5;
+constexpr int kDigits = 1 << kDigitBits;
+constexpr int kOwnPieces = 4;  // tiles of its expert that a thread writes itself
 
-static_assert(kChunkPairs <= 65535, "counters are 16 bits wide");
-static_assert(kMaxExperts <= kDispatchThreads, "a thread scans one expert");
+static_assert(kDispatchWarps == 32, "lane i of each warp stands for warp i, for digit i, for group i of experts");
+static_assert(kMaxExperts == kDispatchThreads, "a thread an expert");
 
-// Counters, then the scan of experts. The block that makes the tiles uses the counters' space for sorting.
-struct DispatchShared {
-  int32_t base[kMaxExperts];
+struct SliceShared {
+  int32_t count[kSliceExperts];   // all pairs of each expert of the slice,
+  int32_t before[kSliceExperts];  // those in the chunks before this one
+  int32_t below[kDispatchWarps];  // a warp's sums over all pairs: of experts before the slice,
+  int32_t total[kDispatchWarps];  // of all that take part,
+  int32_t own[kDispatchWarps];    // and of the slice, in this chunk
+};  // followed by uint32 [pairs of a chunk]: the slice's pairs in order
+
+struct TileShared {
   int32_t count[kMaxExperts];
-  int32_t warp_total[kDispatchWarps];
-  int32_t total;
-  int32_t pad[31];
+  int32_t start[kMaxExperts];
+  int32_t sorted[kMaxExperts];
+  uint32_t lanes[kDigits][33];  // by digit (largest first) and warp: which lanes' experts have it
+  int32_t before[kDigits][33];  // how many experts with this digit are in the warps before
+  int32_t digit_total[kDigits];
+  int32_t warp_total[kDispatchWarps], warp_most[kDispatchWarps], warp_pieces[kDispatchWarps];
 };
 
-inline size_t dispatch_shared_bytes(int experts) {
-  const size_t counters = sizeof(uint16_t) * kDispatchWarps * round_up(experts, 8);
-  const size_t sort = 2 * sizeof(uint32_t) * kMaxExperts;
-  return sizeof(DispatchShared) + (counters > sort ? counters : sort);
+// Pairs of a chunk for each thread: a few sizes, so that few pairs do not run through the code of many.
+inline int dispatch_rounds(int64_t pairs) {
+  return pairs <= kDispatchThreads ? 1 : pairs <= 4 * kDispatchThreads ? 4 : kMaxRounds;
+}
+
+inline int dispatch_slices(int experts) { return ceil_div(experts, kSliceExperts); }
+
+inline size_t dispatch_shared_bytes(int rounds) {
+  const size_t slice = sizeof(SliceShared) + sizeof(uint32_t) * rounds * kDispatchThreads;
+  return slice > sizeof(TileShared) ? slice : sizeof(TileShared);
 }
 
 }  // namespace kimi::routing

@@ -9,6 +9,7 @@ namespace kimi::routing {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 16;
+constexpr int64_t kMaxPairs = int64_t{1} << 28;  // (token, choice) of one dispatch
 
 struct TopkParams {
   const float* logits;        // [tokens, experts], row stride in elements
@@ -34,18 +35,20 @@ struct DispatchParams {
   int32_t* pairs;             // [tokens * k]: token * k + j by expert, ascending within one; -1 beyond the total
   int32_t* tiles;             // [max_tiles, 3]: expert, first position in pairs, tokens; -1 beyond num_tiles
   int32_t* num_tiles;         // [1]
-  uint16_t* chunk_counts;     // [chunks, experts] scratch when there is more than one chunk
   int64_t tokens;
   int k;
   int num_clear;
   int first, experts;  // ids first .. first + experts - 1 take part
   int tile_tokens;     // a tile holds at most so many pairs
   int max_tiles;
+  // Set by launch_dispatch.
   int chunks;
+  int32_t* group_counts;   // [chunks, 32] when there is more than one chunk: pairs of 32 experts each
+  uint16_t* chunk_counts;  // [chunks, experts]
 };
 
-int dispatch_chunks(int64_t pairs);
-void launch_dispatch(const DispatchParams& params, cudaStream_t stream);
+int64_t dispatch_scratch(int64_t pairs, int64_t experts);  // int32 elements; 0 when no scratch is needed
+void launch_dispatch(DispatchParams params, int32_t* scratch, cudaStream_t stream);
 
 void launch_topk(const TopkParams& params, cudaStream_t stream);
 

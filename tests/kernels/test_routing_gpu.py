@@ -90,6 +90,17 @@ def test_ties_go_to_the_lower_expert(experts: int) -> None:
     assert_close("weights", weights, want_weights, atol=TOLERANCE)
 
 
+def test_a_token_does_not_feel_its_neighbours() -> None:
+    """The same bits alone and among 3000, with few and with many scores that reach the bound."""
+    logits, bias = torch.randn(3000, 896, device="cuda"), torch.zeros(896, device="cuda")
+    logits[::3] = (logits[::3] * 4).round()
+    ids, weights = routing.topk(logits, bias, 16)
+    for row in (0, 1, 2, 3, 1500, 2999):
+        one = routing.topk(logits[row : row + 1], bias, 16)
+        assert_equal("ids", one[0], ids[row : row + 1])
+        assert_equal("weights", one[1], weights[row : row + 1])
+
+
 def test_bias_chooses_and_does_not_weigh() -> None:
     """Preferred experts with scores of 0, and biases far below 0: finite weights, the right experts."""
     logits = torch.zeros(2, 896, device="cuda")
@@ -119,7 +130,9 @@ def test_nan_rows_and_padding() -> None:
     assert counts[896].item() == 1
 
 
-@pytest.mark.parametrize(("library", "tokens"), with_cupy([0, 1, 3, 257, 512, 513, 8192, 40000], few=[0, 1, 257, 513]))
+@pytest.mark.parametrize(
+    ("library", "tokens"), with_cupy([0, 1, 3, 64, 65, 257, 512, 513, 8192, 40000], few=[0, 1, 257, 513])
+)
 @pytest.mark.parametrize(("experts", "k"), [(896, 16), (8, 2), (1024, 8)])
 @pytest.mark.parametrize("kind", ["random", "one expert", "padded", "sliced"])
 def test_dispatch(library: str, tokens: int, experts: int, k: int, kind: str) -> None:
@@ -142,6 +155,16 @@ def test_dispatch(library: str, tokens: int, experts: int, k: int, kind: str) ->
     ):
         assert_equal(name, result, expected)
     assert counts.eq(0).all()
+
+
+@pytest.mark.parametrize("tokens", [5, 300, 1500])
+@pytest.mark.parametrize("tile_tokens", [8, 16, 40])
+def test_small_tiles(tokens: int, tile_tokens: int) -> None:
+    """Experts of one to many tiles beside each other; loads of one to three digits of the sort."""
+    skewed = (torch.rand(tokens, 16, device="cuda") ** 4 * 200).int()
+    got = routing.dispatch(skewed, 200, tile_tokens=tile_tokens)
+    for result, expected in zip(_parts(got), reference.dispatch(skewed, 0, 200, None, tile_tokens), strict=True):
+        assert_equal("dispatch", result, expected)
 
 
 def _parts(d: routing.Dispatch) -> tuple[torch.Tensor, ...]:
