@@ -24,7 +24,8 @@ void launch_fast(MixParams params, cudaStream_t stream) {
     params.split = few_split(params.tokens, params.width, sms);
     const int threads = round_up(ceil_div(params.width / params.split, kVector), 32);
     const LaunchShape shape{dim3(static_cast<unsigned>(params.tokens * params.split)), dim3(threads), 0, params.split};
-    return launch(mix_few_kernel<kSources>, shape, stream, params);
+    if (threads <= kFewThreads) return launch(mix_few_kernel<kSources, kFewThreads>, shape, stream, params);
+    return launch(mix_few_kernel<kSources, kFewMaxThreads>, shape, stream, params);
   }
   params.stages = many_stages(params.width, shared_limit());
   params.ring_offset = static_cast<int>(many_ring_offset(params.width));

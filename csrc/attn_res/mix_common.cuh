@@ -7,17 +7,37 @@
 
 namespace kimi::attn_res {
 
-__device__ __forceinline__ void load_weight(const void* weight, bool is_f32, int column, float (&values)[kVector]) {
-  if (is_f32) {
-    const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(weight) + column);
-    const float4 a = source[0], b = source[1];
-    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
-    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
-  } else {
-    Bf16x8 vector;
-    vector.load(static_cast<const __nv_bfloat16*>(weight) + column);
-    vector.unpack(values);
+// Eight values of a weight as they are stored: a load that nobody waits for yet.
+struct RawWeight {
+  uint4 low, high;  // bf16: only low
+
+  __device__ __forceinline__ void load(const void* weight, bool is_f32, int column) {
+    if (is_f32) {
+      const uint4* source = reinterpret_cast<const uint4*>(static_cast<const float*>(weight) + column);
+      low = source[0], high = source[1];
+    } else {
+      low = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(weight) + column);
+    }
   }
+
+  __device__ __forceinline__ void unpack(bool is_f32, float (&values)[kVector]) const {
+    if (is_f32) {
+      const uint4 parts[2] = {low, high};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        values[4 * i] = __uint_as_float(parts[i].x), values[4 * i + 1] = __uint_as_float(parts[i].y);
+        values[4 * i + 2] = __uint_as_float(parts[i].z), values[4 * i + 3] = __uint_as_float(parts[i].w);
+      }
+    } else {
+      Bf16x8{low}.unpack(values);
+    }
+  }
+};
+
+__device__ __forceinline__ void load_weight(const void* weight, bool is_f32, int column, float (&values)[kVector]) {
+  RawWeight raw = {};
+  raw.load(weight, is_f32, column);
+  raw.unpack(is_f32, values);
 }
 
 // norm * proj: what a source is multiplied by in its score.

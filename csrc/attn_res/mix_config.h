@@ -17,6 +17,7 @@ constexpr int kFewWidth = 8192;
 constexpr int kManyWidth = 7680;  // 480 consumers with two vectors each: one warp more would cost 32 registers a thread
 
 // ---- few ----
+constexpr int kFewThreads = 512;  // of a CTA, with registers for every load at once
 constexpr int kFewMaxThreads = 1024;
 constexpr int kMaxSplit = 8;
 constexpr int kFewTokens = 4;  // SMs a token from which on spreading it over a cluster is worth it

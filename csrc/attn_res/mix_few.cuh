@@ -8,8 +8,8 @@
 
 namespace kimi::attn_res {
 
-template <int kSources>
-__global__ void __launch_bounds__(kFewMaxThreads) mix_few_kernel(const __grid_constant__ MixParams p) {
+template <int kSources, int kThreads>
+__global__ void __launch_bounds__(kThreads) mix_few_kernel(const __grid_constant__ MixParams p) {
   constexpr int kSums = 2 * kSources;
   __shared__ float sums[32][kSums];
   __shared__ float squares[32];
@@ -41,8 +41,18 @@ __global__ void __launch_bounds__(kFewMaxThreads) mix_few_kernel(const __grid_co
 
   // ---- before the dependency wait: weights; and every CTA of the cluster has to run before it is written to ----
   if (split > 1) ptx::cluster_arrive();
+  constexpr bool kRoomy = kThreads <= kFewThreads;  // registers for every load at once, the weights as they are stored
+  RawWeight norm = {}, proj = {}, out_norm = {};
   float score_weight[kVector] = {};
-  if (inside) load_score_weight(p, column, score_weight);
+  if (inside) {
+    if constexpr (kRoomy) {
+      norm.load(p.norm, p.norm_f32, column);
+      proj.load(p.proj, p.proj_f32, column);
+      out_norm.load(p.out_norm, p.out_norm_f32, column);
+    } else {
+      load_score_weight(p, column, score_weight);
+    }
+  }
   ptx::pdl_wait();
 
   // ---- all sources into registers ----
@@ -58,13 +68,18 @@ __global__ void __launch_bounds__(kFewMaxThreads) mix_few_kernel(const __grid_co
     if (p.delta != nullptr) delta.load(p.delta + token * p.delta_stride + column);
   }
   if (p.delta != nullptr) add_rounded(source[kSources - 1][0], delta);
-  if (inside && p.partial_out != nullptr) {
-    source[kSources - 1][0].store(p.partial_out + token * p.partial_out_stride + column);
-  }
+  const Bf16x8 running_sum = source[kSources - 1][0];
 
   // ---- scores ----
   constexpr int kFirstGroup = kSources < kScoreGroup ? kSources : kScoreGroup;
   constexpr int kSecondGroup = kSources - kFirstGroup;
+  if constexpr (kRoomy) {
+    float values[kVector];
+    norm.unpack(p.norm_f32, score_weight);
+    proj.unpack(p.proj_f32, values);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) score_weight[i] *= values[i];
+  }
   auto weight_of = [&](int, float (&values)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[i] = score_weight[i];
@@ -98,12 +113,17 @@ __global__ void __launch_bounds__(kFewMaxThreads) mix_few_kernel(const __grid_co
   for (int i = 0; i < kVector; ++i) square += mix[i] * mix[i];
   square = warp_sum(square);
   float out_weight[kVector];
-  if (inside) load_weight(p.out_norm, p.out_norm_f32, column, out_weight);
+  if constexpr (!kRoomy) {
+    if (inside) out_norm.load(p.out_norm, p.out_norm_f32, column);
+  }
+  out_norm.unpack(p.out_norm_f32, out_weight);
   if (lane == 0) share(&squares[rank * warps + warp], square);
   barrier();
   square = warp_sum(lane < warps * split ? squares[lane] : 0.f);
   const float rstd = rsqrtf(square / static_cast<float>(p.width) + p.eps);
   if (inside) {
+    // Not before: the cluster barriers would wait until it has reached memory.
+    if (p.partial_out != nullptr) running_sum.store(p.partial_out + token * p.partial_out_stride + column);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) mix[i] *= rstd * out_weight[i];
     Bf16x8 packed;
