@@ -95,8 +95,8 @@ def dispatch(
     ids [T, k] int32 as ``topk`` gives them, below ``num_experts`` (1 to 1024); -1 takes no part, nor do ids outside
     ``expert_range`` (first, last+1) and rows beyond ``num_tokens`` int32 [1]. The order is stable: pairs of one expert
     ascend. ``counts`` int32 [num_experts+1] is the tensor that ``topk`` added to for these ids: it is set to 0, in
-    place, for the next step. On CUDA T * k is below 2^28. ``tile_tokens``, a multiple of 8, is the most tokens of a tile: the expert kernels take
-    any work list, but one made for their own piece size fits best.
+    place, for the next step. ``tile_tokens``, a multiple of 8, is the most tokens of a tile: the expert kernels take
+    any work list, but one made for their own piece size fits best. On CUDA T * k is below 2^28.
 
     Returns a Dispatch. Raises ValueError naming the argument at fault.
     """
