@@ -19,8 +19,9 @@ constexpr int kManyWidth = 7680;  // 480 consumers with two vectors each: one wa
 // ---- few ----
 constexpr int kFewThreads = 512;  // of a CTA, with registers for every load at once
 constexpr int kFewMaxThreads = 1024;
+static_assert(kFewWidth <= 2 * kFewThreads * kVector && kFewWidth <= kFewMaxThreads * kVector, "a vector a thread");
 constexpr int kMaxSplit = 8;
-constexpr int kFewTokens = 4;  // SMs a token from which on spreading it over a cluster is worth it
+constexpr int kFewTokens = 2;  // SMs a token from which on spreading it over a cluster is worth it
 
 // CTAs a token: as many as leave the SMs with one CTA each, while every CTA keeps whole warps of work.
 inline int few_split(int64_t tokens, int width, int sms) {

@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(kManyMaxThreads, 1) mix_many_kernel(const __gr
     values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
   };
   ptx::pdl_wait();
+  ptx::pdl_trigger();  // early: what depends on this kernel waits for its end all the same
 
   int stage = 0;
   uint32_t phase = 0;
@@ -177,7 +178,6 @@ __global__ void __launch_bounds__(kManyMaxThreads, 1) mix_many_kernel(const __gr
       packed.store(p.x + token * p.x_stride + column[v]);
     }
   }
-  ptx::pdl_trigger();
 }
 
 }  // namespace kimi::attn_res

@@ -200,4 +200,12 @@ __device__ __forceinline__ void cluster_store_async(uint32_t address, float valu
                : "memory");
 }
 
+// The same for 16 bytes.
+__device__ __forceinline__ void cluster_store_async(uint32_t address, float4 value, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+
 }  // namespace kimi::ptx

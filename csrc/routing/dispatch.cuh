@@ -67,6 +67,7 @@ __device__ __forceinline__ void sort_slice(const DispatchParams& p, unsigned cha
   const unsigned place = warp * (kRounds * 32) + lane;  // a warp's share of a chunk is contiguous
   unsigned expert[kRounds];
   load_experts<kRounds, 32>(p, chunk_first + place, expert);
+  ptx::pdl_trigger();  // early: what depends on this kernel waits for its end all the same
 
   // ---- how many pairs the slice's experts have, and those before ----
   int below = 0, total = 0;
@@ -232,6 +233,8 @@ __device__ __forceinline__ void make_tiles(const DispatchParams& p, unsigned cha
     shared.count[thread] = count;
   }
 
+  ptx::pdl_trigger();
+
   // ---- where an expert's pairs start; its rank by the load's lowest digit ----
   int start = warp_scan(count);
   const int warp_most = __reduce_max_sync(kFullWarp, count);
@@ -269,13 +272,13 @@ __global__ void __launch_bounds__(kDispatchThreads) count_chunks_kernel(const __
   __syncthreads();
   ptx::pdl_wait();
   count_chunk<kMaxRounds>(p, blockIdx.x * (kMaxRounds * kDispatchThreads), counts);
+  ptx::pdl_trigger();
   __syncthreads();
   const int count = counts[thread], group = __reduce_add_sync(kFullWarp, count);
   if (thread < p.experts) {
     p.chunk_counts[static_cast<int64_t>(blockIdx.x) * p.experts + thread] = static_cast<uint16_t>(count);
   }
   if (thread % 32 == 0) p.group_counts[blockIdx.x * kDispatchWarps + thread / 32] = group;
-  ptx::pdl_trigger();
 }
 
 template <int kRounds>
@@ -286,7 +289,6 @@ __global__ void __launch_bounds__(kDispatchThreads) dispatch_kernel(const __grid
   } else {
     sort_slice<kRounds>(p, memory);
   }
-  ptx::pdl_trigger();
 }
 
 }  // namespace kimi::routing
