@@ -69,8 +69,8 @@ def unpack(w13: ExpertWeights, w2: ExpertWeights) -> tuple[torch.Tensor, ...]:
 def plan(
     tokens: int, top_k: int, experts: int, total_experts: int, width: int, inner: int, fmt: str, activation: str
 ) -> dict[str, Any]:
-    """What a call of these shapes does: `piece_rows`, `max_tiles`, `workspace_bytes`, where `blobs`, `hidden` and
-    `rows` lie in the workspace, and all that as `text`."""
+    """What a call of these shapes does: `piece_rows`, `max_tiles`, `workspace_bytes`, where `blobs`, `hidden`,
+    `rows` and `scales` lie in the workspace, and all that as `text`."""
     return _ops.module().moe_plan(tokens, top_k, experts, total_experts, width, inner, fmt, activation)
 
 

@@ -41,10 +41,10 @@ def expert_bytes(fmt: str, rows: int, cols: int, parts: int) -> int:
 def row_order(rows: int, parts: int, device: torch.device) -> torch.Tensor:
     """[tiles * 128] int64: the source row of each tile row, `rows` (one past the end) where there is none."""
     index = torch.arange(tiles(rows, parts) * TILE, device=device)
-    if parts == 1:
-        return index.clamp(max=rows)
     tile, slab, warp, half, group = index // 128, index // 64 % 2, index // 16 % 4, index // 8 % 2, index % 8
-    column = tile * 64 + slab * 32 + warp * 8 + group
+    if parts == 1:  # a thread ends with four neighbouring columns of the output
+        return (index // 16 * 16 + group // 2 * 4 + half * 2 + group % 2).clamp(max=rows)
+    column = tile * 64 + warp * 16 + slab * 8 + group  # a slab's 32 columns of h are 32 neighbouring bytes of its row
     inner = rows // 2
     return torch.where(column < inner, half * inner + column, rows)
 

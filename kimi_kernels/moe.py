@@ -130,9 +130,9 @@ def experts(
     dtype is written and returned. ``workspace``: uint8 of ``workspace_size`` bytes; None allocates. k is at most 16.
     On CUDA: compute capability 9.0, D at most 8192, x and out rows at multiples of 16 bytes, workspace at 128.
 
-    ``activation`` says how bf16 x and the intermediate h enter the products: "fp8" quantises both to E4M3 (x with a
-    scale per token and 128 columns, h from fp32 with one per token and 64), "bf16" rounds h to bf16. A bf16 x means the
-    same on the CPU as on CUDA. float32 x (CPU only) is exact: nothing is quantised or rounded, whatever ``activation``
+    ``activation`` says how bf16 x and the intermediate h enter the products: "fp8" quantises both to E4M3 with one
+    scale a row (h from fp32, its scale a power of two), "bf16" rounds h to bf16. A bf16 x means the same on the CPU as
+    on CUDA. float32 x (CPU only) is exact: nothing is quantised or rounded, whatever ``activation``
     says.
     Sums are fp32, in an order that does not depend on the other tokens.
 

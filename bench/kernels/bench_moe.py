@@ -17,6 +17,7 @@ from torch import Tensor
 from bench.kernels import quoted
 from bench.kernels.case import Case, Prepared, Session, Side, relative_error
 from kimi_kernels import moe
+from kimi_kernels.reference.moe import h_as_fed
 
 EXPERTS, TOP_K, LATENT, INTER = 896, 16, 3584, 3072
 LOCAL = (EXPERTS, EXPERTS // 8)
@@ -24,6 +25,7 @@ PAIRS = (("mxfp4", "fp8"), ("fp8", "fp8"), ("mxfp4", "bf16"))
 TOKENS = (1, 16, 64, 256, 1024, 8192)
 CHECKED = 4  # tokens: up to 64 experts are written out in fp32
 FP8 = torch.float8_e4m3fn
+OUR_H = "our h"  # E4M3 with a power of two a row, as the kernels make it
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Inputs = tuple[Tensor, Tensor, Tensor]  # x, ids, weights
 # Of the whole operation. FP8: a difference of 0.2% in h decides which way values round, and such a code is off by 6%.
@@ -108,16 +110,18 @@ def routings(tokens: int, session: Session) -> list[Inputs]:
     return sets
 
 
-def as_fed(x: Tensor, group: int | None) -> Tensor:
-    """x as it enters a product: in E4M3 with a scale per `group` columns, or in bf16 (None)."""
+def as_fed(x: Tensor, group: int | str | None) -> Tensor:
+    """x as it enters a product: in bf16 (None), or in E4M3 with a scale per `group` columns or as "our h"."""
     if group is None:
         return x.bfloat16().float()
+    if group == OUR_H:
+        return h_as_fed(x.float())
     groups = x.float().view(x.shape[0], -1, group)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
     return ((groups / scales).clamp(-448, 448).to(FP8).float() * scales).view(x.shape)
 
 
-def reference(stacks: Stacks, inputs: Inputs, x_group: int | None, h_group: int | None) -> Tensor:
+def reference(stacks: Stacks, inputs: Inputs, x_group: int | None, h_group: int | str | None) -> Tensor:
     """The sum of the first CHECKED tokens in fp32, activations quantised as the side does it."""
     x, ids, weights = (part[:CHECKED] for part in inputs)
     fed, want = as_fed(x, x_group), torch.zeros(len(x), LATENT, device=x.device)
@@ -179,7 +183,7 @@ def prepare(fmt: str, activation: str, local: int, tokens: int, session: Session
         options = {"activation": activation, "num_experts": EXPERTS, "out": out, "workspace": space}
         return moe.experts(*inputs, *packed, **options)
 
-    def error(run: Callable[[], object], x_group: int | None, h_group: int | None) -> float:
+    def error(run: Callable[[], object], x_group: int | None, h_group: int | str | None) -> float:
         want = session.shared(("want", tokens, x_group, h_group), lambda: reference(stacks, sets[0], x_group, h_group))
         out.fill_(torch.nan)
         run()
@@ -207,7 +211,7 @@ def prepare(fmt: str, activation: str, local: int, tokens: int, session: Session
             quoted_us=quoted.MOE.get((peer.name, local), {}).get(tokens),
         )
 
-    groups = (128, 64) if activation == "fp8" else (None, None)
+    groups = (LATENT, OUR_H) if activation == "fp8" else (None, None)
     local_ids = [ids[ids < local] for _, ids, _ in sets]
     hit = sum(ids.unique().numel() for ids in local_ids) / len(sets)
     pairs = sum(ids.numel() for ids in local_ids) / len(sets)

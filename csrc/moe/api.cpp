@@ -68,6 +68,7 @@ py::dict plan(int64_t tokens, int64_t top_k, int64_t experts, int64_t total_expe
   result["blobs"] = space.blobs;
   result["hidden"] = space.hidden;
   result["rows"] = space.rows;
+  result["scales"] = space.scales;
   result["text"] = describe(problem);
   return result;
 }
@@ -93,8 +94,8 @@ void launch_gemm(const GemmParams& params, const Problem& problem, int gemm, con
   }
 }
 
-// Gather, first product with SiTU, second product, and the weighted sum when `out` is given; without it the rows
-// token * top_k + j stay in the workspace.
+// Gather, first product with SiTU, h to one scale a row, second product, and the weighted sum when `out` is given;
+// without it the rows token * top_k + j stay in the workspace.
 void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, py::handle w13_arg, py::handle w2_arg,
              py::handle norm_arg, py::handle pairs_arg, py::handle tiles_arg, py::handle num_tiles_arg,
              py::handle first_product_arg, py::handle out_arg, py::handle workspace_arg, const std::string& format,
@@ -149,6 +150,10 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
   gather.pairs = pair_list.as<const int32_t>();
   gather.work = work;
   gather.blobs = base + space.blobs;
+  gather.scales = reinterpret_cast<float*>(base + space.scales);
+  gather.codes = base + space.codes;
+  gather.code_scales = reinterpret_cast<float*>(base + space.code_scales);
+  gather.tokens = static_cast<int32_t>(tokens);
   gather.width = problem.width;
   gather.k_blocks = k_blocks(problem, 1);
   gather.top_k = problem.top_k;
@@ -157,10 +162,12 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
   GemmParams one = {};
   one.weights = w13.as<const uint8_t>();
   one.blobs = gather.blobs;
+  one.scales = gather.scales;
   one.work = work;
   one.row_tiles = row_tiles(problem, 1);
   one.k_blocks = gather.k_blocks;
   one.hidden = base + space.hidden;
+  one.exponents = base + space.exponents;
   one.hidden_k_blocks = k_blocks(problem, 2);
   one.inner = problem.inner;
   one.beta = static_cast<float>(beta);
@@ -168,14 +175,23 @@ void experts(py::handle x_arg, py::handle ids_arg, py::handle topk_weights_arg, 
   one.raw = first_product ? first_product.as<__nv_bfloat16>() : nullptr;
   launch_gemm(one, problem, 1, choice, tiles.shape[0], stream);
 
+  SettleParams settle = {};
+  settle.hidden = one.hidden;
+  settle.exponents = one.exponents;
+  settle.scales = gather.scales;
+  settle.work = work;
+  settle.k_blocks = one.hidden_k_blocks;
+  if (problem.activation == Activation::kFp8) launch_settle(settle, tiles.shape[0], stream);
+
   GemmParams two = {};
   two.weights = w2.as<const uint8_t>();
   two.blobs = one.hidden;
+  two.scales = settle.scales;
   two.work = work;
   two.row_tiles = row_tiles(problem, 2);
   two.k_blocks = one.hidden_k_blocks;
   two.out = reinterpret_cast<__nv_bfloat16*>(base + space.rows);
-  two.out_stride = width;
+  two.out_stride = problem.width;
   two.pairs = gather.pairs;
   two.width = problem.width;
   launch_gemm(two, problem, 2, choice, tiles.shape[0], stream);

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) finalize_kernel(const __grid_constan
   const int64_t token = blockIdx.x;
 
   ptx::pdl_wait();
+  ptx::pdl_trigger();
 
   const int32_t* row_index = p.row_index + token * p.k;
   const float* weights = p.weights + token * p.k;
@@ -105,7 +106,6 @@ __global__ void __launch_bounds__(kThreads) finalize_kernel(const __grid_constan
     for (int i = 0; i < 8; ++i) sum[i] *= rstd * scale[i];
   }
   if (inside) Row8<kF32>().store(p.out, token * p.out_stride + column, sum);
-  ptx::pdl_trigger();
 }
 
 }  // namespace kimi::moe

@@ -3,8 +3,8 @@
 // Rows: the (token, choice) pairs sorted by expert, as routing.dispatch makes them. Its tiles are runs of rows of one
 // expert; the kernels take them in pieces of at most `max_rows`, stored padded to a multiple of 8 rows. Activations are
 // kept as the GEMMs read them: for each piece and block of 128 columns one contiguous blob of `padded rows` times
-// `row_bytes`, so that a stage of the pipeline is one bulk copy. Blobs lie `padded rows` times `row_pitch` apart: all
-// start at multiples of 128 bytes, as their places in shared memory do.
+// `row_bytes`, so that a stage of the pipeline is one bulk copy. FP8 rows have one f32 scale each, in the padded
+// numbering.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,14 +33,13 @@ constexpr int weight_header_bytes(WeightFormat format) {
   return format == WeightFormat::kMxfp4 ? kMxfp4HeaderBytes : 0;
 }
 
-// Bytes of one row of a block: x carries one scale (128 columns), h two (64 columns each), bf16 none.
-constexpr int row_bytes(Activation activation, int gemm) {
-  return activation == Activation::kBf16 ? 2 * kBlockColumns : kBlockColumns + 4 * gemm;
+// Bytes of one row of a block.
+constexpr int row_bytes(Activation activation) {
+  return activation == Activation::kBf16 ? 2 * kBlockColumns : kBlockColumns;
 }
 
-constexpr int row_pitch(Activation activation) {
-  return activation == Activation::kBf16 ? 2 * kBlockColumns : kBlockColumns + 16;
-}
+// Groups of 32 columns of h, which 64 interleaved gate and up rows make: a warpgroup's part of a tile.
+constexpr int hidden_groups(int k_blocks) { return 4 * k_blocks; }
 
 struct WorkList {
   const int32_t* tiles;      // [max_tiles, 3]: expert, first row, rows
@@ -59,6 +58,10 @@ struct GatherParams {
   const int32_t* pairs;  // [rows] sorted row -> token * top_k + choice
   WorkList work;
   uint8_t* blobs;
+  float* scales;       // FP8: of each padded row
+  uint8_t* codes;      // FP8: scratch, [tokens, 128 * k_blocks]
+  float* code_scales;  // FP8: scratch, [tokens]
+  int32_t tokens;
   int32_t width;     // a multiple of 32
   int32_t k_blocks;  // ceil(width / 128)
   int32_t top_k;
@@ -67,12 +70,14 @@ struct GatherParams {
 struct GemmParams {
   const uint8_t* weights;  // [experts][row_tiles] tiles
   const uint8_t* blobs;    // activations
+  const float* scales;     // FP8: of each padded row
   WorkList work;
   int32_t row_tiles;
   int32_t k_blocks;
 
   // first product: h as blobs for the second, its k_blocks, SiTU; raw (may be null) [rows, 2 * inner] bf16
   uint8_t* hidden;
+  uint8_t* exponents;  // FP8: for each piece [groups of 32 columns][padded rows] E8M0, until the rows are settled
   int32_t hidden_k_blocks;
   int32_t inner;
   float beta;
@@ -81,9 +86,18 @@ struct GemmParams {
 
   // second product: row pairs[sorted row] of out [pairs, out_stride] bf16, `width` columns
   __nv_bfloat16* out;
-  int64_t out_stride;
+  int32_t out_stride;
   const int32_t* pairs;
   int32_t width;
+};
+
+// h with a scale per 32 columns -> h with one a row, in place
+struct SettleParams {
+  uint8_t* hidden;
+  const uint8_t* exponents;
+  float* scales;
+  WorkList work;
+  int32_t k_blocks;
 };
 
 }  // namespace kimi::moe

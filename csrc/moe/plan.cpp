@@ -30,13 +30,19 @@ Choice choose(const Problem& problem) {
 
 Workspace lay_out(const Problem& problem) {
   const int64_t pairs = problem.tokens * problem.top_k, padded = padded_rows(pairs, problem.experts);
-  const int64_t blobs = padded * ceil_div(problem.width, kBlockColumns) * row_pitch(problem.activation);
-  const int64_t hidden = padded * ceil_div(problem.inner, kBlockColumns) * row_pitch(problem.activation);
+  const int64_t blobs = padded * ceil_div(problem.width, kBlockColumns) * row_bytes(problem.activation);
+  const int64_t hidden = padded * ceil_div(problem.inner, kBlockColumns) * row_bytes(problem.activation);
   const int64_t rows = pairs * problem.width * 2;
+  const bool fp8 = problem.activation == Activation::kFp8;
+  const int64_t groups = fp8 ? padded * hidden_groups(ceil_div(problem.inner, kBlockColumns)) : 0;
   Workspace space = {};
   space.blobs = space.rows = 0;
   space.hidden = round_up<int64_t>(std::max(blobs, rows), 256);
-  space.bytes = space.hidden + round_up<int64_t>(hidden, 256);
+  space.scales = space.hidden + round_up<int64_t>(hidden, 256);
+  space.exponents = space.scales + (fp8 ? round_up<int64_t>(padded * 4, 256) : 0);
+  space.codes = space.exponents + round_up<int64_t>(groups, 256);
+  space.code_scales = space.codes + (fp8 ? problem.tokens * round_up(problem.width, kBlockColumns) : 0);
+  space.bytes = space.code_scales + (fp8 ? round_up<int64_t>(problem.tokens * 4, 256) : 0);
   return space;
 }
 

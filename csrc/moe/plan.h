@@ -36,9 +36,11 @@ struct Choice {
   int64_t max_tiles;  // tiles that the work list can hold
 };
 
-// Offsets into the workspace, in bytes. The rows take the place of x's blobs, which nobody reads any more by then.
+// Offsets into the workspace, in bytes. The rows take the place of x's blobs, which nobody reads any more by then, and
+// h's scales that of x's.
 struct Workspace {
   int64_t blobs, hidden, rows;
+  int64_t scales, exponents, codes, code_scales;  // of FP8 activations
   int64_t bytes;
 };
 

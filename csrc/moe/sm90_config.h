@@ -8,8 +8,8 @@ namespace kimi::moe {
 
 constexpr int kConsumerWarpgroups = 2;  // 64 weight rows each
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
-constexpr int kConsumerBarrier = 1;
-constexpr int kTurnBarrier = 2;  // and 3: one a warpgroup
+constexpr int kEpilogueBarrier = 1;  // and 2: one a warpgroup
+constexpr int kTurnBarrier = 3;      // and 4
 
 // When the next block's weights are decoded. kAfterwards: once this block is multiplied (its packed words are read
 // before); kMeanwhile: while it is multiplied, into a second set of registers; kMeanwhileFetched: and its words were
@@ -25,6 +25,8 @@ struct GemmConfig {
   static constexpr int kMaxRows = kMaxRows_;
   static constexpr int kStages = kStages_;
   static constexpr int kCtas = kCtas_;
+  // Where the tensor cores are the bound, two CTAs with neighbouring row tiles share the activations by multicast.
+  static constexpr int kCluster = kCtas == 1 ? 2 : 1;
   static constexpr bool kFp8 = kActivation == Activation::kFp8;
   // One or two CTAs: registers move from a producer warpgroup to the consumers; a CTA starts with 384 times 168 or 80.
   // With three no thread may have more than 72 anyway, and a producer warp is enough.
@@ -33,17 +35,19 @@ struct GemmConfig {
   static constexpr int kConsumerRegisters = kCtas == 1 ? 232 : 96;
   static constexpr int kProducerRegisters = kCtas == 1 ? 40 : 48;
 
-  static constexpr int kRowBytes = row_bytes(kActivation, kGemm);
-  static constexpr int kRowPitch = row_pitch(kActivation);
+  static constexpr int kRowBytes = row_bytes(kActivation);
   static constexpr int kBlockBytes = weight_block_bytes(kFormat);
   static constexpr int kHeaderBytes = weight_header_bytes(kFormat);
-  // How often a block's accumulators are added to the fp32 sums: per scale group of the activations, and because FP8
-  // products are summed in short accumulators; BF16 x MXFP4 needs neither, its row scales wait until the end.
-  static constexpr int kPromotions = kFp8 ? kGemm : kFormat == WeightFormat::kFp8 ? 1 : 0;
+  // Over how many blocks the tensor cores sum before their accumulators are added to fp32 sums. FP8 weights have a
+  // scale a block. FP8 products are summed in short accumulators; BF16 x MXFP4 needs no other sums (0).
+  static constexpr int kSumBlocks = kFormat == WeightFormat::kFp8 ? 1 : kFp8 ? 4 : 0;
 
-  // With one CTA an SM the warpgroups take turns at the tensor cores: one promotes and decodes while the other
-  // multiplies. With two promotions a block the turns are too short to pay.
-  static constexpr bool kTakeTurns = kCtas == 1 && kPromotions < 2;
+  // Where every block is promoted and one CTA has the SM, the warpgroups take turns at the tensor cores: one promotes
+  // and decodes while the other multiplies.
+  static constexpr bool kTakeTurns = kCtas == 1 && kSumBlocks < 2;
+
+  // A block's products stay in flight while the next block's are issued.
+  static constexpr bool kDefer = kSumBlocks > 1;
 
   // BF16 weights take twice the registers, and ptxas spills some of them whatever N is when there are two sets.
   static constexpr Decode decode(int rows) {
@@ -52,13 +56,13 @@ struct GemmConfig {
     return Decode::kMeanwhile;
   }
 
-  // A stage: activations, then weights (the header is there in a tile's first block only, but its place is kept).
-  static constexpr int kWeightOffset = round_up(kMaxRows * kRowBytes, 128);
+  // A stage: activations, their scales (in a tile's last block), weights (after the header in a tile's first block).
+  static constexpr int kScaleOffset = kMaxRows * kRowBytes;
+  static constexpr int kWeightOffset = round_up(kScaleOffset + (kFp8 ? 4 * kMaxRows : 0), 128);
   static constexpr int kStageBytes = round_up(kWeightOffset + kHeaderBytes + kBlockBytes, 1024);
-  // Epilogue of the first product: the largest |h| a warp and row, then h before it is copied out.
-  static constexpr int kHiddenStride = (kFp8 ? 64 : 128) + 16;
-  static constexpr int kMaximaBytes = kGemm == 1 && kFp8 ? kMaxRows * 8 * 4 : 0;
-  static constexpr int kEpilogueBytes = kGemm == 1 ? kMaxRows * kHiddenStride + kMaximaBytes : 0;
+  // Epilogue of the first product, for each row and warpgroup: the exponents of four warps' columns, then 32 columns of
+  // h before they are copied out.
+  static constexpr int kEpilogueBytes = kGemm == 1 ? kMaxRows * kConsumerWarpgroups * (4 + (kFp8 ? 32 : 64)) : 0;
   static constexpr int kSharedBytes = kStages * kStageBytes + kEpilogueBytes + 1024;  // the stages are aligned by hand
   static_assert(kSharedBytes <= 232448 - 512, "shared memory of a CTA");
 };

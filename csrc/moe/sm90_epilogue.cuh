@@ -1,6 +1,9 @@
 // What happens to a finished tile: SiTU and requantisation into the second product's blobs, or rows of the output.
 #pragma once
 
+#include <type_traits>
+
+#include "../common/quantise.cuh"
 #include "../common/tile.cuh"
 #include "sm90_config.h"
 #include "sm90_fragment.cuh"
@@ -15,28 +18,35 @@ __device__ __forceinline__ float exp_fast(float v) {
   return e;
 }
 
+// tanh(v) for |v| < 0.25, relative error below 1e-6.
+__device__ __forceinline__ float tanh_series(float v) {
+  const float square = v * v;
+  return v * fmaf(square,
+                  fmaf(square, fmaf(square, fmaf(square, 62.f / 2835.f, -17.f / 315.f), 2.f / 15.f), -1.f / 3.f), 1.f);
+}
+
 // tanh(v) as a quotient, so that several share one reciprocal. Relative error below 1e-6 everywhere: the series where
 // 1 - exp(-2v) would cancel.
 struct Quotient {
   float above, below;
 };
+constexpr float kSeriesLimit = 0.25f;
 __device__ __forceinline__ Quotient tanh_quotient(float v) {
-  const float square = v * v;
-  const float series =
-      v *
-      fmaf(square, fmaf(square, fmaf(square, fmaf(square, 62.f / 2835.f, -17.f / 315.f), 2.f / 15.f), -1.f / 3.f), 1.f);
-  const float e = exp_fast(-2.f * fabsf(v));
-  const bool small = fabsf(v) < 0.25f;
+  const float series = tanh_series(v), e = exp_fast(-2.f * fabsf(v));
+  const bool small = fabsf(v) < kSeriesLimit;
   return Quotient{small ? series : copysignf(1.f - e, v), small ? 1.f : 1.f + e};
 }
 
-// The special function unit is what bounds the epilogue: three exponentials and one reciprocal. exp(-gate) may be
-// infinite; the reciprocal is 0 then, as the sigmoid.
+// exp(-gate) may be infinite; the reciprocal is 0 then, as the sigmoid. kSeries: linear_beta is given, and up within
+// the series; the same value.
+template <bool kSeries>
 __device__ __forceinline__ float situ(float gate, float up, float beta, float inverse_beta, float linear_beta,
                                       float inverse_linear_beta) {
   const Quotient bounded = tanh_quotient(gate * inverse_beta);
   float above = beta * bounded.above, below = bounded.below * (1.f + exp_fast(-gate));
-  if (linear_beta > 0.f) {
+  if constexpr (kSeries) {
+    above *= linear_beta * tanh_series(up * inverse_linear_beta);
+  } else if (linear_beta > 0.f) {
     const Quotient linear = tanh_quotient(up * inverse_linear_beta);
     above *= linear_beta * linear.above, below *= linear.below;
   } else {
@@ -47,106 +57,149 @@ __device__ __forceinline__ float situ(float gate, float up, float beta, float in
   return above * inverse;
 }
 
-// Where column c (0..63) of a half block lies, counted in elements.
+// Maxima over the eight lanes of a column of the warp (equal lane % 4), of kCount values >= 0 each: every step a lane
+// hands on the half of its values that its partner keeps. A lane is left with the values first() .. of count().
+template <int kCount, int kOffset = 16>
+struct ColumnMaxima {
+  static constexpr int kHalf = (kCount + 1) / 2;
+  using Next = ColumnMaxima<kHalf, kOffset / 2>;
+  static constexpr int kLeft = Next::kLeft;
+  static __device__ __forceinline__ void run(const float (&values)[kCount], float (&left)[kLeft]) {
+    const bool upper = threadIdx.x & kOffset;
+    float kept[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float low = values[i], high = kHalf + i < kCount ? values[kHalf + i < kCount ? kHalf + i : 0] : 0.f;
+      kept[i] = fmaxf(upper ? high : low, __shfl_xor_sync(kFullWarp, upper ? low : high, kOffset));
+    }
+    Next::run(kept, left);
+  }
+  static __device__ __forceinline__ int first() { return (threadIdx.x & kOffset ? kHalf : 0) + Next::first(); }
+  static __device__ __forceinline__ int count(int of = kCount) {
+    return Next::count(threadIdx.x & kOffset ? max(of - kHalf, 0) : min(of, kHalf));
+  }
+};
+template <int kCount>
+struct ColumnMaxima<kCount, 2> {
+  static constexpr int kLeft = kCount;
+  static __device__ __forceinline__ void run(const float (&values)[kCount], float (&left)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) left[i] = values[i];
+  }
+  static __device__ __forceinline__ int first() { return 0; }
+  static __device__ __forceinline__ int count(int of) { return of; }
+};
+
+// Where column 16 * warp + 8 * slab + group of a half block lies among the slab's 32, counted in elements.
 template <Activation kActivation>
-__device__ __forceinline__ int stored_position(int c) {
-  const int t = c >> 4, step = (c >> 3) & 1, half = (c >> 2) & 1, n = c & 3;
+__device__ __forceinline__ int stored_position(int warp, int group) {
+  const int half = group >> 2, n = group & 3;
   if constexpr (kActivation == Activation::kFp8) {
-    return 32 * step + 16 * half + 4 * t + n;
+    return 16 * half + 4 * warp + n;
   } else {
-    return 16 * (2 * step + half) + 8 * (n & 1) + 2 * t + (n >> 1);
+    return 16 * half + 8 * (n & 1) + 2 * warp + (n >> 1);
   }
 }
 
-// acc: rows g (gate, even fours) and g + 8 (up) of this warp's 16 rows; columns are sorted rows of the piece.
+// acc: rows g (gate, even fours) and g + 8 (up) of this warp's 16 rows; columns are sorted rows of the piece. The
+// warpgroups go through it apart, so that one multiplies meanwhile: each has 32 of the tile's 64 columns.
 template <class Config, int kN>
 __device__ __forceinline__ void store_hidden(const GemmParams& p, const Piece& piece, int tile, float (&acc)[kN / 2],
                                              float scale_gate, float scale_up, uint8_t* shared,
                                              const FragmentPlace& place) {
   constexpr bool kFp8 = Config::kFp8;
-  const int warp = place.slab * 4 + place.warp, g = place.group(), t = place.quad();
-  const int column = warp * 8 + g;  // of the tile's 64
+  constexpr int kChunks = kFp8 ? 2 : 4;  // of 16 bytes: the slab's part of a row
+  const int warp = place.warp, g = place.group(), t = place.quad(), thread = warp * 32 + place.lane;
+  const int column = tile * 64 + warp * 16 + place.slab * 8 + g;
   const float inverse_beta = 1.f / p.beta, inverse_linear = p.linear_beta > 0.f ? 1.f / p.linear_beta : 0.f;
+  auto row_of = [&](int i) { return 8 * (i / 2) + 2 * t + i % 2; };
+  auto barrier = [&] { ptx::named_barrier_sync(kEpilogueBarrier + place.slab, 128); };
 
-  if (p.raw != nullptr && tile * 64 + column < p.inner) {
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i) {
-      const int row = 8 * (i / 2) + 2 * t + i % 2;
-      if (row < piece.count) {
-        __nv_bfloat16* raw = p.raw + int64_t(piece.row + row) * 2 * p.inner + tile * 64 + column;
-        raw[0] = __float2bfloat16(acc[4 * (i / 2) + i % 2] * scale_gate);
-        raw[p.inner] = __float2bfloat16(acc[4 * (i / 2) + 2 + i % 2] * scale_up);
-      }
-    }
-  }
-
-  float h[kN / 4];
+  float h[kN / 4], largest = 0.f;
 #pragma unroll
   for (int i = 0; i < kN / 4; ++i) {
-    h[i] = situ(acc[4 * (i / 2) + i % 2] * scale_gate, acc[4 * (i / 2) + 2 + i % 2] * scale_up, p.beta, inverse_beta,
-                p.linear_beta, inverse_linear);
+    acc[4 * (i / 2) + i % 2] *= scale_gate;
+    acc[4 * (i / 2) + 2 + i % 2] *= scale_up;
+    largest = fmaxf(largest, fabsf(acc[4 * (i / 2) + 2 + i % 2]));
+  }
+  if (p.raw != nullptr && column < p.inner) {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) {
+      if (row_of(i) < piece.count) {
+        __nv_bfloat16* raw = p.raw + int64_t(piece.row + row_of(i)) * 2 * p.inner + column;
+        raw[0] = __float2bfloat16(acc[4 * (i / 2) + i % 2]);
+        raw[p.inner] = __float2bfloat16(acc[4 * (i / 2) + 2 + i % 2]);
+      }
+    }
+  }
+  auto activate = [&](auto series) {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) {
+      h[i] = situ<decltype(series)::value>(acc[4 * (i / 2) + i % 2], acc[4 * (i / 2) + 2 + i % 2], p.beta, inverse_beta,
+                                           p.linear_beta, inverse_linear);
+    }
+  };
+  if (p.linear_beta > 0.f && __all_sync(kFullWarp, largest * inverse_linear < kSeriesLimit)) {
+    activate(std::true_type());
+  } else {
+    activate(std::false_type());
   }
 
-  uint8_t* staged = shared + Config::kMaximaBytes;
+  uint8_t* const maxima = shared + place.slab * Config::kMaxRows * (4 + 16 * kChunks);  // FP8: [row][4 warps]
+  uint8_t* const staged = maxima + Config::kMaxRows * 4;                                // [row][chunks], swizzled
+  auto staged_chunk = [&](int row, int chunk) {
+    return staged + (row * kChunks + (chunk ^ ((kFp8 ? row >> 2 : row >> 1) & (kChunks - 1)))) * 16;
+  };
   const int padded = round_up(piece.count, 8);
-  uint8_t* blob = p.hidden + int64_t(piece.padded_row) * p.hidden_k_blocks * Config::kRowPitch +
-                  int64_t(tile >> 1) * padded * Config::kRowPitch;
+  const int position = stored_position<Config::kActivation>(warp, g) * (kFp8 ? 1 : 2);  // bytes
+  uint8_t* blob = p.hidden + (int64_t(piece.padded_row) * p.hidden_k_blocks + (tile >> 1) * padded) * Config::kRowBytes;
   if constexpr (kFp8) {
-    float* maxima = reinterpret_cast<float*>(shared);  // [row][8 warps]
+    using Maxima = ColumnMaxima<kN / 4>;
+    float left[Maxima::kLeft];
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) acc[i] = fabsf(h[i]);
+    Maxima::run(reinterpret_cast<const float (&)[kN / 4]>(acc), left);
+    const int first = Maxima::first(), count = Maxima::count();
+#pragma unroll
+    for (int j = 0; j < Maxima::kLeft; ++j) {
+      if (j < count) maxima[row_of(first + j) * 4 + warp] = mxfp8_byte(left[j]);
+    }
+    barrier();
+    // One thread a row: the warps' exponents become one, and the factor that divides by it takes their place.
+    for (int row = thread; row < padded; row += 128) {
+      const uint32_t bytes = *reinterpret_cast<const uint32_t*>(maxima + 4 * row);
+      const uint32_t pairs = __vmaxu4(bytes, bytes >> 16), byte = max(pairs & 0xff, pairs >> 8 & 0xff);
+      *reinterpret_cast<float*>(maxima + 4 * row) = mxfp8_factor(byte);
+      p.exponents[int64_t(piece.padded_row) * hidden_groups(p.hidden_k_blocks) + (2 * tile + place.slab) * padded +
+                  row] = byte;
+    }
+    barrier();
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
-      float largest = fabsf(h[i]);
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-      }
-      if (g == 0) maxima[(8 * (i / 2) + 2 * t + i % 2) * 8 + warp] = largest;
-    }
-    ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
-    // One thread a row: the maxima become the scale, and its inverse takes their place.
-    const int thread = warp * 32 + place.lane;
-    if (thread < padded) {
-      float* row_maxima = maxima + thread * 8;
-      const float4 low = *reinterpret_cast<const float4*>(row_maxima);
-      const float4 high = *reinterpret_cast<const float4*>(row_maxima + 4);
-      const float largest =
-          fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
-      const float scale = __fdiv_rn(fmaxf(largest, 1e-10f), kE4M3Max);
-      *row_maxima = __frcp_rn(scale);
-      if (thread < piece.count) {
-        reinterpret_cast<float*>(blob + padded * kBlockColumns)[(tile & 1) * padded + thread] = scale;
-      }
-    }
-    ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
-    const int position = stored_position<Activation::kFp8>(column);
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i) {
-      const int row = 8 * (i / 2) + 2 * t + i % 2;
-      staged[row * Config::kHiddenStride + position] =
-          __nv_cvt_float_to_fp8(h[i] * maxima[row * 8], __NV_SATFINITE, __NV_E4M3);
+      const int row = row_of(i);
+      const float factor = *reinterpret_cast<const float*>(maxima + 4 * row);
+      staged_chunk(row, position / 16)[position % 16] = __nv_cvt_float_to_fp8(h[i] * factor, __NV_SATFINITE, __NV_E4M3);
     }
   } else {
-    const int position = stored_position<Activation::kBf16>(column);
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
-      const int row = 8 * (i / 2) + 2 * t + i % 2;
-      reinterpret_cast<__nv_bfloat16*>(staged + row * Config::kHiddenStride)[position] = __float2bfloat16(h[i]);
+      uint8_t* chunk = staged_chunk(row_of(i), position / 16);
+      *reinterpret_cast<__nv_bfloat16*>(chunk + position % 16) = __float2bfloat16(h[i]);
     }
   }
-  ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
+  barrier();
 
-  // 16-byte chunks into the 128-byte swizzle: half a row of 128 bytes (FP8), a whole one (BF16).
-  constexpr int kChunks = kFp8 ? 4 : 8;
-  uint8_t* half = blob + (kFp8 ? 0 : (tile & 1) * padded * 128);
-  const int first_chunk = kFp8 ? (tile & 1) * 4 : 0;
-  for (int i = warp * 32 + place.lane; i < piece.count * kChunks; i += kConsumerThreads) {
+  // 16-byte chunks into the 128-byte swizzle: a quarter of a row of 128 bytes (FP8), half of one (BF16).
+  uint8_t* rows = blob + (kFp8 ? 0 : (tile & 1) * padded * 128);
+  const int first_chunk = (kFp8 ? (tile & 1) * 4 : 0) + place.slab * kChunks;
+  for (int i = thread; i < piece.count * kChunks; i += 128) {
     const int row = i / kChunks, chunk = i % kChunks;
-    *reinterpret_cast<uint4*>(half + row * 128 + (((first_chunk + chunk) ^ (row & 7)) << 4)) =
-        *reinterpret_cast<const uint4*>(staged + row * Config::kHiddenStride + chunk * 16);
+    *reinterpret_cast<uint4*>(rows + row * 128 + (((first_chunk + chunk) ^ (row & 7)) << 4)) =
+        *reinterpret_cast<const uint4*>(staged_chunk(row, chunk));
   }
-  // The next tile's maxima and staged rows lie behind its first barrier, except its maxima, which nobody reads any
+  // The next tile's maxima and staged rows lie behind its first barriers, except its maxima, which nobody reads any
   // more.
-  if constexpr (!kFp8) ptx::named_barrier_sync(kConsumerBarrier, kConsumerThreads);
+  if constexpr (!kFp8) barrier();
 }
 
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t value) {
@@ -155,20 +208,31 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t value) {
   return out;
 }
 
+// Row g of this warp's 16 is column 4 (g / 2) + g % 2 of them, row g + 8 the one two further on: transposed, a thread
+// holds four neighbouring columns of a row, and a quad the 32 bytes of a sector.
 template <class Config, int kN>
 __device__ __forceinline__ void store_rows(const GemmParams& p, const Piece& piece, int tile, float (&acc)[kN / 2],
                                            float scale_top, float scale_bottom, const FragmentPlace& place) {
-  const int first = tile * kTileRows + place.slab * 64 + place.warp * 16;  // of this warp's 16 columns of out
+  const int column = tile * kTileRows + place.slab * 64 + place.warp * 16 + 4 * place.quad();
+  if (column >= p.width) return;            // the whole warp: width is a multiple of 32
+  constexpr int kBatch = kN <= 32 ? 1 : 8;  // pairs asked for at once; small tiles have no registers for more
 #pragma unroll
-  for (int j = 0; j < kN / 8; ++j) {
-    const uint32_t top = transpose_8x8(pack_bf16(acc[4 * j] * scale_top, acc[4 * j + 1] * scale_top));
-    const uint32_t bottom = transpose_8x8(pack_bf16(acc[4 * j + 2] * scale_bottom, acc[4 * j + 3] * scale_bottom));
-    const int row = 8 * j + place.group();
-    if (row < piece.count && first < p.width) {
-      const int64_t pair = p.pairs[piece.row + row];
-      __nv_bfloat16* out = p.out + pair * p.out_stride + first + 2 * place.quad();
-      *reinterpret_cast<uint32_t*>(out) = top;
-      *reinterpret_cast<uint32_t*>(out + 8) = bottom;
+  for (int first = 0; first < kN / 8; first += kBatch) {
+    int32_t pairs[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch && first + i < kN / 8; ++i) {
+      const int row = 8 * (first + i) + place.group();
+      if (kBatch > 1) pairs[i] = -1;
+      if (row < piece.count) pairs[i] = p.pairs[piece.row + row];
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch && first + i < kN / 8; ++i) {
+      const int j = 4 * (first + i), row = 8 * (first + i) + place.group();
+      const uint32_t low = transpose_8x8(pack_bf16(acc[j] * scale_top, acc[j + 1] * scale_top));
+      const uint32_t high = transpose_8x8(pack_bf16(acc[j + 2] * scale_bottom, acc[j + 3] * scale_bottom));
+      if (kBatch > 1 ? pairs[i] >= 0 : row < piece.count) {
+        *reinterpret_cast<uint2*>(p.out + int64_t(pairs[i]) * p.out_stride + column) = make_uint2(low, high);
+      }
     }
   }
 }

@@ -12,8 +12,9 @@ namespace kimi::moe {
 template <class Config, int... kLadder>
 void launch_config(const GemmParams& params, int64_t max_items, cudaStream_t stream) {
   const int blocks = static_cast<int>(std::min<int64_t>(max_items, int64_t(sm_count()) * Config::kCtas));
-  launch(experts_gemm<Config, kLadder...>, LaunchShape{dim3(blocks), dim3(Config::kThreads), Config::kSharedBytes},
-         stream, params);
+  LaunchShape shape{dim3(round_up(blocks, Config::kCluster)), dim3(Config::kThreads), Config::kSharedBytes};
+  shape.cluster = Config::kCluster;
+  launch(experts_gemm<Config, kLadder...>, shape, stream, params);
 }
 
 // The most stages that fit beside the epilogue.

@@ -20,10 +20,13 @@ struct Piece {
 
 // Tiles of one expert but the last are multiples of 8 rows, so rounding `row` up keeps their distances; 8 more rows for
 // every expert keep two neighbours apart whatever their counts.
+// kFromL2: for a look before the wait for the predecessor, when L1 may still have an older list.
+template <bool kFromL2 = false>
 __device__ __forceinline__ Piece load_tile(const WorkList& work, int index) {
   const int32_t* tile = work.tiles + int64_t(index) * 3;
-  const int expert = tile[0], row = tile[1];
-  return Piece{expert + work.weight_offset, row, tile[2], round_up(row, 8) + 8 * expert};
+  const int expert = kFromL2 ? __ldcg(tile) : tile[0], row = kFromL2 ? __ldcg(tile + 1) : tile[1],
+            count = kFromL2 ? __ldcg(tile + 2) : tile[2];
+  return Piece{expert + work.weight_offset, row, count, round_up(row, 8) + 8 * expert};
 }
 
 }  // namespace kimi::moe

@@ -11,8 +11,28 @@ from kimi_kernels.reference import quant
 from kimi_kernels.reference.expert_weights import ExpertWeights
 from kimi_kernels.reference.norm import rms
 
-X_GROUP = 128  # columns of x that share a scale when activations are FP8
-H_GROUP = 64  # columns of h that share one: what a 128-row tile of interleaved gate and up rows holds
+# Columns of h whose exponent a warpgroup works out alone: those of 64 neighbours with the same bit 3.
+H_GROUP = (4, 2, 8)
+
+
+def x_as_fed(x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] as FP8 activations, in f32: E4M3 with one scale a token, max(amax, 1e-10) / 448."""
+    return quant.fp8_groups_dequant(*quant.fp8_per_token_group(x, x.shape[1]), x.shape[1])
+
+
+def h_as_fed(h: torch.Tensor) -> torch.Tensor:
+    """h f32 [R, I] as FP8 activations, in f32: E4M3 with one power of two a row, the smallest that keeps amax in 448.
+
+    No CTA of the kernel sees a whole row. Groups of 32 columns are rounded with a power of two of their own, and their
+    codes later brought to the largest of the row: what becomes subnormal (below 2^-14 of the row's maximum) is rounded
+    twice.
+    """
+    groups = F.pad(h, (0, -h.shape[1] % 64)).unflatten(-1, (-1, *H_GROUP))  # [R, blocks of 64, 4, 2, 8]
+    exponent = quant.e4m3_exponent(groups.abs().amax((-3, -1), keepdim=True))
+    top = exponent.amax((-4, -2), keepdim=True)
+    codes = quant.times_power(groups, -exponent).to(torch.float8_e4m3fn).float()
+    codes = torch.ldexp(codes, exponent - top).to(torch.float8_e4m3fn).float()
+    return quant.times_power(codes, top).flatten(1)[:, : h.shape[1]]
 
 
 def situ(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
@@ -50,15 +70,15 @@ def expert_rows(
     """One expert on rows x [R, D], with f32 weights w13 [2I, D], w2 [D, I] -> (y f32 [R, D], h f32 [R, I]).
 
     ``activation`` says how x and h enter the products: "exact" as they are, "bf16" h rounded to bf16 (x is bf16
-    already), "fp8" quantised as the kernels do: x with a scale per token and 128 columns, h (from fp32) per 64.
+    already), "fp8" quantised as the kernels do (x_as_fed, h_as_fed), h from fp32.
     The returned h is the value before it is rounded or quantised.
     """
     if activation == "fp8":
-        x = quant.fp8_groups_dequant(*quant.fp8_per_token_group(x, X_GROUP), X_GROUP)
+        x = x_as_fed(x)
     gate, up = F.linear(x.float(), w13).chunk(2, dim=-1)  # [R, I] each
     h = situ(gate, up, beta, linear_beta)
     if activation == "fp8":
-        used = quant.fp8_groups_dequant(*quant.fp8_per_token_group(h, H_GROUP), H_GROUP)
+        used = h_as_fed(h)
     elif activation == "bf16":
         used = h.bfloat16().float()
     else:
@@ -130,9 +150,7 @@ def all_rows(
         y, _ = expert_rows(picked, dense13, dense2, **situ)
         rows[mine] = y.to(x.dtype)
         if first_product is not None:
-            fed = picked
-            if situ["activation"] == "fp8":
-                fed = quant.fp8_groups_dequant(*quant.fp8_per_token_group(picked, X_GROUP), X_GROUP)
+            fed = x_as_fed(picked) if situ["activation"] == "fp8" else picked
             at = offsets[expert - first]
             first_product[at : at + len(mine)] = F.linear(fed.float(), dense13).to(first_product.dtype)
     return rows

@@ -65,17 +65,23 @@ def fp8_groups_dequant(values: torch.Tensor, scale: torch.Tensor, group: int) ->
     return values.float() * scale.repeat_interleave(group, 1)[:, : values.shape[1]]
 
 
+def e4m3_exponent(amax: torch.Tensor) -> torch.Tensor:
+    """f32 -> int32: the smallest e >= -127 with amax <= 448 * 2^e; 128 where amax is not finite."""
+    # amax = m * 2^e with 0.5 <= m < 1, and 448 = 0.875 * 2^9: one more power when m is over 0.875.
+    mantissa, exponent = torch.frexp(amax)
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(-127, 127)
+    return torch.where(amax.isfinite(), torch.where(amax == 0, -127, exponent), 128)
+
+
+def times_power(x: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+    """x * 2^power in two factors, each a normal number: 2^127 over a denormal would not fit one."""
+    half = power.div(2, rounding_mode="floor")
+    return torch.ldexp(torch.ldexp(x, half), power - half)
+
+
 def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K] -> (e4m3 [T, K], E8M0 uint8 [T, K/32]): the smallest power of two that keeps amax within 448."""
     grouped = x.float().unflatten(-1, (-1, 32))
-    amax = grouped.abs().amax(-1)  # [T, K/32]
-    # amax = m * 2^e with 0.5 <= m < 1, and 448 = 0.875 * 2^9: one more power when m is over 0.875.
-    mantissa, exponent = torch.frexp(amax)
-    byte = (exponent - 9 + (mantissa > 0.875) + 127).clamp(0, 254)
-    byte = torch.where(amax == 0, 0, byte)
-    byte = torch.where(amax.isfinite(), byte, 255)
-    # Two factors, each a normal number: 2^127 over a denormal amax would not fit one.
-    power = 127 - byte
-    half = power.div(2, rounding_mode="floor")
-    scaled = torch.ldexp(torch.ldexp(grouped, half.unsqueeze(-1)), (power - half).unsqueeze(-1))
-    return scaled.flatten(-2).to(torch.float8_e4m3fn), byte.to(torch.uint8)
+    exponent = e4m3_exponent(grouped.abs().amax(-1))  # [T, K/32]
+    scaled = times_power(grouped, -exponent.unsqueeze(-1))
+    return scaled.flatten(-2).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8)

@@ -1,8 +1,8 @@
 """Random experts on the GPU, one call taken apart into its stages, and what each stage should have given.
 
 The stages lie in the workspace as csrc/moe/params.h says: x and h as "blobs", for each tile and block of 128 columns
-the rows one after the other, columns in the order in which wgmma takes them, 16-byte pieces swizzled, FP8 scales
-behind.
+the rows one after the other, columns in the order in which wgmma takes them, 16-byte pieces swizzled; FP8 scales, one
+a row, apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kimi_kernels import _moe_cuda, moe, quant, routing
+from kimi_kernels import _moe_cuda, moe, routing
 from kimi_kernels.reference import moe as reference
 from kimi_kernels.reference.expert_weights import ExpertWeights, plain
 
@@ -98,17 +98,15 @@ class Call:
 
     def hidden(self, piece: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """h of a piece as it enters the second product: values f64 [rows, I], and the FP8 codes (or bf16 values)."""
-        return self._blob(self.plan["hidden"], self.experts.inner, 2, piece)
+        return self._blob(self.plan["hidden"], self.experts.inner, piece)
 
-    def _blob(self, start: int, cols: int, groups: int, piece: tuple[int, int, int, int]):
+    def _blob(self, start: int, cols: int, piece: tuple[int, int, int, int]):
         _, _, count, padded_row = piece
         n, blocks = -(-count // 8) * 8, -(-cols // 128)
-        row_bytes = 256 if self.activation == "bf16" else 128 + 4 * groups
-        row_pitch = 256 if self.activation == "bf16" else 144
-        size = blocks * row_pitch
-        blob = self.workspace[start + padded_row * size :][: n * size].view(blocks, n * row_pitch)[:, : n * row_bytes]
+        size = blocks * (256 if self.activation == "bf16" else 128)
+        blob = self.workspace[start + padded_row * size :][: n * size].view(blocks, -1)
         halves = 2 if self.activation == "bf16" else 1
-        data = blob[:, : halves * n * 128].reshape(blocks, halves, n, 8, 16)
+        data = blob.reshape(blocks, halves, n, 8, 16)
         chunk = torch.arange(8, device=DEVICE)[None] ^ (torch.arange(n, device=DEVICE) % 8)[:, None]
         data = data.gather(3, chunk[None, None, :, :, None].expand(blocks, halves, n, 8, 16))
         position = stored_positions(self.activation)
@@ -117,10 +115,9 @@ class Call:
             values = values.permute(2, 0, 1, 3).reshape(n, blocks, 128)[:, :, position].reshape(n, -1)[:count, :cols]
             return values.double(), values
         codes = data.reshape(blocks, n, 128)[:, :, position].permute(1, 0, 2).reshape(n, -1)[:count, :cols]
-        scale = blob[:, n * 128 :].contiguous().view(torch.float32).view(blocks, groups, n)
-        spread = scale.permute(2, 0, 1).reshape(n, -1)[:count].repeat_interleave(128 // groups, 1)[:, :cols]
         codes = codes.contiguous()
-        return codes.view(torch.float8_e4m3fn).double() * spread.double(), codes
+        scale = self.workspace[self.plan["scales"] + 4 * padded_row :][: 4 * count].view(torch.float32)  # of h by now
+        return codes.view(torch.float8_e4m3fn).double() * scale.double()[:, None], codes
 
 
 def stored_positions(activation: str) -> torch.Tensor:
@@ -140,8 +137,7 @@ def as_fed(x: torch.Tensor, activation: str) -> torch.Tensor:
     """x as it enters the first product, fp64. On the CPU: on the GPU torch divides by 448 inexactly."""
     if activation == "bf16":
         return x.double()
-    values, scale = quant.fp8_per_token_group(x.cpu())
-    return (values.float() * scale.repeat_interleave(128, 1)[:, : x.shape[1]]).double().to(x.device)
+    return reference.x_as_fed(x.cpu()).double().to(x.device)
 
 
 def situ64(gate: torch.Tensor, up: torch.Tensor, beta: float = 4.0, linear_beta: float = 25.0) -> torch.Tensor:

@@ -143,12 +143,11 @@ def test_fp8_activations_are_quantised_as_documented() -> None:
     dense13, dense2 = reference.weight(w13, 2), reference.weight(w2, 2)
     options = {"beta": 4.0, "linear_beta": 25.0}
     y, h = reference.expert_rows(x, dense13, dense2, activation="fp8", **options)
-    values, scale = quant.fp8_per_token_group(x)  # 128 and 32 columns
-    x8 = values.float() * scale.repeat_interleave(128, 1)[:, :WIDTH]
+    values, scale = quant.fp8_per_token_group(x, group=WIDTH)
+    x8 = values.float() * scale
     want_h = situ64(x8.double() @ dense13[:INNER].double().T, x8.double() @ dense13[INNER:].double().T)
     assert_close("h before quantisation", h, want_h, atol=1e-5, rtol=1e-5)
-    values, scale = quant.fp8_per_token_group(h, group=64)  # from fp32, never through bf16
-    h8 = values.double() * scale.double().repeat_interleave(64, 1)[:, :INNER]
+    h8 = reference.h_as_fed(h).double()  # from fp32, never through bf16
     assert_close("y", y, h8 @ dense2.double().T, atol=1e-5, rtol=1e-5)
 
     ids, one = torch.full((7, 1), 2, dtype=torch.int32), torch.ones(7, 1)
@@ -158,6 +157,23 @@ def test_fp8_activations_are_quantised_as_documented() -> None:
     assert relative_error(moe.experts(x, ids, one, w13, w2, activation="bf16"), exact) < 8e-3
     for activation in moe.ACTIVATIONS:  # float32 is exact whatever is asked
         assert_equal("float32", moe.experts(x.float(), ids, one, w13, w2, activation=activation), exact)
+
+
+def test_h_has_one_power_of_two_a_row() -> None:
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(50, 200, generator=g)
+    h[10:20] *= torch.exp2(torch.randint(-30, 1, (10, 200), generator=g))  # columns of all sizes
+    h[20:30, 64:128] *= 2.0**-12  # groups far below their row
+    h[30:40] *= 2.0**-120
+    h[40], h[41, :64], h[42] = 0.0, 0.0, 448.0
+    got = reference.h_as_fed(h).double()
+    power = torch.exp2(torch.ceil(torch.log2(h.double().abs().amax(-1, keepdim=True) / 448)))
+    scaled = (h.double() / power).nan_to_num()
+    want = scaled.float().to(torch.float8_e4m3fn).double()
+    normal = scaled.abs() >= 2.0**-6
+    assert_equal("codes", torch.where(normal, (got / power).nan_to_num(), 0.0), torch.where(normal, want, 0.0))
+    # below, a code rounded twice may be the neighbour
+    assert ((got - want * power.nan_to_num()).abs() <= 2.0**-9 * power).all()
 
 
 def test_out_and_strided_rows() -> None:
