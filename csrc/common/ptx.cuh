@@ -26,12 +26,18 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// trigger: lets the next kernel start its prologue. Called after a thread's last global write.
+// trigger: lets the next kernel start its prologue, once every block has called it or ended. Never before wait. Results do
+// not depend on where it stands, since wait is for whole kernels; time does: the next kernel's blocks take room and issue
+// slots, but while they start and prefetch, this one's last blocks finish.
 __device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- shared memory addresses and mbarriers -----------------------------------------------------------------------
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void shared_store(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {

@@ -79,7 +79,7 @@ DecodeParams read_tokens(Call& call, const TokenArgs& a, int64_t& sequences) {
   }
   if (const Tensor count = call.optional("num_tokens", a.num_tokens)) p.num_tokens = indices(count, 1);
   const Tensor out = call.tensor("out", a.out);
-  p.out = out.is({DType::kBF16}).sizes({tokens, width}).contiguous().as<__nv_bfloat16>();
+  p.out = out.is({DType::kBF16}).sizes({tokens, width}).contiguous().aligned(16).as<__nv_bfloat16>();
   p.tokens = static_cast<int32_t>(tokens);
   p.lower_bound = a.lower_bound;
   p.eps = a.eps;

@@ -5,11 +5,11 @@
 namespace kimi::kda {
 namespace {
 
-template <int kCluster, int kWarps, int kMinBlocks, bool kGuess, bool kOnce>
+template <int kCluster, int kWarps, int kMinBlocks, bool kGuess, bool kOnce, bool kAskFirst>
 void launch_as(const DecodeParams& params, cudaStream_t stream) {
   using Config = DecodeConfig<kCluster, kWarps>;
   const LaunchShape shape{decode_grid(params.tokens, params.heads * kCluster), dim3(Config::kThreads), 0, kCluster};
-  launch(decode_kernel<Config, kMinBlocks, kGuess, kOnce>, shape, stream, params);
+  launch(decode_kernel<Config, kMinBlocks, kGuess, kOnce, kAskFirst>, shape, stream, params);
 }
 
 }  // namespace
@@ -19,16 +19,14 @@ void launch_as(const DecodeParams& params, cudaStream_t stream) {
 // hold.
 void launch_decode(const DecodeParams& params, cudaStream_t stream) {
   const int64_t heads = int64_t{params.tokens} * params.heads;
-  if (heads < 64) {
-    launch_as<4, 4, 4, true, false>(params, stream);
-  } else if (heads < 128) {
-    launch_as<8, 4, 8, false, false>(params, stream);
+  if (heads < 128) {
+    launch_as<8, 4, 8, true, false, true>(params, stream);
   } else if (heads < 640) {
-    launch_as<2, 8, 3, false, true>(params, stream);
+    launch_as<2, 8, 3, false, true, false>(params, stream);
   } else if (heads < 2048) {
-    launch_as<2, 8, 3, false, false>(params, stream);
+    launch_as<2, 8, 3, true, false, false>(params, stream);
   } else {
-    launch_as<1, 16, 2, true, false>(params, stream);
+    launch_as<1, 16, 2, true, false, false>(params, stream);
   }
 }
 

@@ -27,8 +27,8 @@ __device__ __forceinline__ void prefetch_states(const DecodeParams& p, const Lan
 }
 
 // kGuess: prefetches by the slot that stands in the list before the producer is done. kOnce: tells the cache that the
-// state is used once.
-template <class Config, int kMinBlocks, bool kGuess, bool kOnce>
+// state is used once. kAskFirst: lets the next kernel start when this block has asked for its data, not at once.
+template <class Config, int kMinBlocks, bool kGuess, bool kOnce, bool kAskFirst>
 __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(const __grid_constant__ DecodeParams p) {
   constexpr int kCluster = Config::kCluster, kRows = Config::kRows, kPasses = Config::kPasses;
   __shared__ DecodeShared<Config> shared;
@@ -43,14 +43,12 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) constants[pass] = Piece<Config>(at, pass).constants(p, head);
   const float norm_weight = __ldg(p.o_norm + at.my_row());
-  open_exchange<kCluster>(&shared.inputs_barrier, &shared.partials_barrier);
-  if (threadIdx.x == 0) {
-    expect<kCluster>(&shared.inputs_barrier, TokenInputs<Config>::kBytes);
-    expect<kCluster>(&shared.partials_barrier, Config::kPartials * sizeof(float));
-  }
+  open_exchange<kCluster>(&shared.inputs_barrier, TokenInputs<Config>::kBytes, &shared.partials_barrier,
+                          Config::kPartials * sizeof(float));
   if constexpr (kGuess) prefetch_states(p, at, *static_cast<const volatile int32_t*>(p.slots + token));
 
   ptx::pdl_wait();
+  if constexpr (!kAskFirst) ptx::pdl_trigger();
 
   // ---- Inputs of this token; those that need no slot are asked for first. Padding ends here: its output is 0, nothing
   // else is touched.
@@ -68,7 +66,6 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
   __nv_bfloat16* const out = p.out + int64_t{token} * width + head * kHeadDim + at.my_row();
   if (token >= num_tokens || slot <= 0 || slot >= p.num_slots) {
     if (at.owns_row()) *out = __nv_bfloat16{};
-    ptx::pdl_trigger();
     return;
   }
   __nv_bfloat16* const conv_rows = p.conv_state + slot * p.conv_slot_stride;
@@ -90,6 +87,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
       state[r] = kOnce ? __ldcs(place) : __ldcg(place);
     }
   }
+
+  if constexpr (kAskFirst) ptx::pdl_trigger();
 
   // ---- Convolutions and decay.
   if constexpr (kCluster > 1) ptx::cluster_wait();
@@ -144,7 +143,6 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
     column[3 * width] = old[pass][2];
     column[6 * width] = now[pass];
   }
-  ptx::pdl_trigger();
 }
 
 }  // namespace kimi::kda

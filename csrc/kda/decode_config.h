@@ -50,26 +50,34 @@ struct DecodeShared {
   uint64_t inputs_barrier, partials_barrier;      // count the bytes of both
 };
 
-// A run of up to kMaxRun tokens of one head, and the last run's record as far as it is committed.
+// Runs: a cluster of two blocks holds one head of one sequence, each half of its value rows.
+constexpr int kRunThreads = 128, kRunRows = kHeadDim / 2;
+
 struct RunShared {
   struct Record {
     alignas(16) float decay[kHeadDim];
     float k[kHeadDim];
-    float delta[kHeadDim];
+    float delta[kRunRows];
   };
   struct Token {
-    alignas(16) float q[kHeadDim];  // convolved, then scaled in place
+    alignas(16) float q[kHeadDim];  // convolved, then scaled in place; k too
     float k[kHeadDim];
     float decay[kHeadDim];
-    float v[kHeadDim];
-    float o[kHeadDim];
-    __nv_bfloat16 gate[kHeadDim];
-    float beta;  // after the sigmoid
+    float v[kRunRows];
+    float error[kRunRows];  // beta-weighted
+    float o[kRunRows];
+    __nv_bfloat16 gate[kRunRows];
+    float sum_squares[8];  // of the four pieces of q, then of k
+    float beta;            // after the sigmoid
     float kq;
-    float squares[2];  // of o, from each block of the cluster
+    float squares;  // of o, from the other block
   };
-  Record committed[kMaxRun];
+  union {
+    Record committed[kMaxRun];                      // the last run's records, as far as they are accepted,
+    alignas(128) float leaving[kRunRows][kHeadDim];  // then the state on its way to memory
+  };
   Token tokens[kMaxRun];
+  uint64_t channels_barrier, squares_barrier;  // count the bytes from the other block
 };
 
 }  // namespace kimi::kda

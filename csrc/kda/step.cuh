@@ -142,23 +142,24 @@ __device__ __forceinline__ void correct_rows(float4 (&state)[kRows], float delta
 
 // ---- Exchange between the blocks of a cluster: a remote store counts its bytes on a barrier of the receiver, so that
 // nobody waits for a memory fence. With one block it is a store and a block barrier.
-// open_exchange, then one cluster_wait before the first send: the receivers' barriers exist.
+// open_exchange, then one cluster_wait before the first send: the receivers' barriers exist. A barrier opens once it has
+// counted its bytes.
 template <int kCluster>
-__device__ __forceinline__ void open_exchange(uint64_t* first, uint64_t* second) {
+__device__ __forceinline__ void open_exchange(uint64_t* first, uint32_t first_bytes, uint64_t* second,
+                                              uint32_t second_bytes) {
   if constexpr (kCluster > 1) {
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(first, 1);
       ptx::mbarrier_init(second, 1);
       ptx::mbarrier_init_fence();
     }
+    __syncthreads();  // for compute-sanitizer, which sees a race between the two halves of this
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_arrive_expect_tx(first, first_bytes);
+      ptx::mbarrier_arrive_expect_tx(second, second_bytes);
+    }
     ptx::cluster_arrive_relaxed();
   }
-}
-
-// By one thread, at any time: the barrier opens once it has counted this many bytes.
-template <int kCluster>
-__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
-  if constexpr (kCluster > 1) ptx::mbarrier_arrive_expect_tx(barrier, bytes);
 }
 
 // One thread: `value` goes to the same place in every block.

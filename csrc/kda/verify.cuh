@@ -1,25 +1,16 @@
 // A short run of tokens a sequence on one read of the state: verify, decode after verify, and commit.
 //
 // The last run's accepted tokens go into the state first (decay, k and error come from the records, so nothing is
-// computed twice and the bits are those of decode), then this run's tokens follow in registers. Arithmetic, not memory,
-// is the limit with nine tokens: so one block holds a whole head and exchanges nothing with others, and eight lanes share
-// a row instead of a warp, which leaves three exchanges a sum instead of five, for eight sums at once.
+// computed twice and the bits are those of decode), the committed state leaves, and this run's tokens follow in registers.
+// Nine tokens twice make arithmetic as long as memory, so instructions count: eight lanes share a row instead of a warp,
+// which leaves three exchanges a sum instead of five, for eight sums at once.
 #pragma once
 
+#include "../common/math.h"
 #include "decode_config.h"
 #include "step.cuh"
 
 namespace kimi::kda {
-
-// A cluster of kCluster blocks holds a head: each has 128 / kCluster value rows, and makes as large a share of the channels.
-template <int kCluster_, int kWarps_, int kMinBlocks_>
-struct RunConfig {
-  static constexpr int kCluster = kCluster_, kWarps = kWarps_, kMinBlocks = kMinBlocks_;
-  static constexpr int kThreads = 32 * kWarps, kBlockRows = kHeadDim / kCluster;
-  static constexpr int kRows = kBlockRows / (4 * kWarps);  // of a lane
-  static constexpr int kPieces = 16 / kCluster, kPasses = kPieces / kWarps;
-  static_assert((kCluster == 1 || kCluster == 2) && kRows >= 1 && kRows <= 4 && kPasses * kWarps == kPieces);
-};
 
 // What one sequence does in this launch.
 struct RunPlan {
@@ -31,10 +22,11 @@ struct RunPlan {
 // longest run that records can hold, a caller's error made visible. A skipped sequence has neither tokens nor a commit.
 __device__ __forceinline__ RunPlan plan_run(const RunParams& r, int head, int sequence) {
   const DecodeParams& p = r.token;
-  RunPlan plan;
-  plan.slot = __ldcg(p.slots + sequence);
-  plan.fresh = p.fresh != nullptr && p.fresh[sequence];
-  const int live = p.num_tokens == nullptr ? p.tokens : min(p.tokens, __ldcg(p.num_tokens));
+  // All loads first, none waits for another.
+  const int slot = __ldcg(p.slots + sequence);
+  const bool fresh = p.fresh != nullptr && p.fresh[sequence];
+  const int num_tokens = p.num_tokens == nullptr ? p.tokens : __ldcg(p.num_tokens);
+  const int accepted = r.accepted == nullptr ? 0 : __ldcg(r.accepted + sequence);
   int first = 0, last = 0;
   if (r.cu_seqlens != nullptr) {
     first = __ldcg(r.cu_seqlens + sequence);
@@ -42,71 +34,74 @@ __device__ __forceinline__ RunPlan plan_run(const RunParams& r, int head, int se
   } else if (p.tokens > 0) {
     first = sequence, last = sequence + 1;
   }
-  const int longest = min(r.run, kMaxRun);
-  const bool skipped = plan.slot <= 0 || plan.slot >= p.num_slots;
-  plan.first = first;
-  plan.count = skipped ? 0 : max(min(min(last, live) - first, longest), 0);
-  plan.accepted = r.accepted == nullptr || plan.fresh || skipped ? 0 : min(__ldcg(r.accepted + sequence), longest);
-  if (plan.accepted < 0) plan.accepted = 0;
-  // A padded row of decode commits nothing.
-  if (r.cu_seqlens == nullptr && p.tokens > 0 && plan.count == 0) plan.accepted = 0;
-
+  const int live = min(p.tokens, num_tokens), longest = min(r.run, kMaxRun);
+  const bool skipped = slot <= 0 || slot >= p.num_slots;
+  RunPlan plan = {slot, first, 0, 0, fresh};
+  if (!skipped) {
+    plan.count = max(min(min(last, live) - first, longest), 0);
+    // A fresh slot has no last run, and a padded row of decode commits nothing.
+    const bool padded = r.cu_seqlens == nullptr && p.tokens > 0 && plan.count == 0;
+    if (!fresh && !padded) plan.accepted = max(min(accepted, longest), 0);
+  }
   const int end = sequence == r.sequences - 1 ? p.tokens : min(last, p.tokens);
+#pragma unroll 1
   for (int token = first + plan.count; token < end; ++token) {
     const bool lost = !skipped && token < min(last, live);
-    if (threadIdx.x < 32) {  // every block of the cluster: the same values
-      const float value = lost ? __int_as_float(0x7fffffff) : 0.f;
-      __nv_bfloat16* const out = p.out + (int64_t{token} * p.heads + head) * kHeadDim;
-      for (int row = threadIdx.x; row < kHeadDim; row += 32) out[row] = __float2bfloat16_rn(value);
-    }
+    const __nv_bfloat16 value = __float2bfloat16_rn(lost ? __int_as_float(0x7fffffff) : 0.f);
+    __nv_bfloat16* const out = p.out + (int64_t{token} * p.heads + head) * kHeadDim;
+    if (threadIdx.x < 64) out[threadIdx.x] = out[threadIdx.x + 64] = value;  // the same in every block of a cluster
   }
   return plan;
 }
 
-// A warp owns 4 * kRows rows. Lane 8 * g + j holds, of rows 4 * i + g, the columns 4 * j .. + 3 of each quarter row: what
-// lanes j, j + 8, j + 16 and j + 24 hold in decode, so that its tree of a sum needs no exchange for the first two levels.
-template <int kRows_>
+// A warp's 16 value rows in registers. Lane 8 * g + j holds, of rows 4 * i + g, the columns 4 * j .. + 3 of each quarter
+// row: what lanes j, j + 8, j + 16 and j + 24 hold in decode, so that its tree of a sum needs no exchange for two levels.
 struct RunRows {
-  static constexpr int kRows = kRows_, kQuarters = 4;
+  static constexpr int kRows = 4, kQuarters = 4;
   float4 state[kRows][kQuarters];
-  int lane, first_row;
+  int lane, first_row;  // within the block
 
-  __device__ __forceinline__ RunRows(int block_row, int warp, int lane)
-      : lane(lane), first_row(block_row + 4 * kRows * warp + lane / 8) {}
+  __device__ __forceinline__ RunRows(int warp, int lane) : lane(lane), first_row(warp * 16 + lane / 8) {}
 
-  static __device__ __forceinline__ int column(int lane, int quarter) { return quarter * 32 + lane % 8 * 4; }
+  __device__ __forceinline__ int column(int quarter) const { return quarter * 32 + lane % 8 * 4; }
+  // After a sum over rows of both kinds of dots: of this row, in lanes j and j + 4 alike.
+  __device__ __forceinline__ int my_row() const { return first_row + 4 * (lane % 4); }
+  __device__ __forceinline__ int owner(int row) const { return (lane & 24) + row; }
 
-  __device__ __forceinline__ float* place(float* head_state, int row, int quarter) const {
-    return head_state + (first_row + 4 * row) * kHeadDim + column(lane, quarter);
-  }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int m = 0; m < kQuarters; ++m) state[i][m] = {};
-    }
-  }
-  __device__ __forceinline__ void load(float* head_state) {
+  // The block's rows; null: zero.
+  __device__ __forceinline__ void load(const float* block_rows) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int m = 0; m < kQuarters; ++m) {
-        state[i][m] = __ldcg(reinterpret_cast<const float4*>(place(head_state, i, m)));
+        const float* const place = block_rows + (first_row + 4 * i) * kHeadDim + column(m);
+        state[i][m] = block_rows == nullptr ? float4{} : __ldcg(reinterpret_cast<const float4*>(place));
       }
     }
   }
-  __device__ __forceinline__ void store(float* head_state) const {
+  // By way of shared memory and one asynchronous copy a warp: 16 plain stores a thread would hold up the loads of the run
+  // that follows. Before the block ends, wait_stored.
+  __device__ __forceinline__ void store(float* block_rows, float (*staging)[kHeadDim]) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int m = 0; m < kQuarters; ++m) *reinterpret_cast<float4*>(place(head_state, i, m)) = state[i][m];
+      for (int m = 0; m < kQuarters; ++m) {
+        *reinterpret_cast<float4*>(&staging[first_row + 4 * i][column(m)]) = state[i][m];
+      }
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      ptx::bulk_store(block_rows + first_row * kHeadDim, staging[first_row], 16 * kHeadDim * sizeof(float));
+      ptx::bulk_commit();
     }
   }
+  static __device__ __forceinline__ void wait_stored() { ptx::bulk_wait<0, true>(); }
 
   __device__ __forceinline__ void decay_by(const float* decay) {
 #pragma unroll
     for (int m = 0; m < kQuarters; ++m) {
-      const float4 d = *reinterpret_cast<const float4*>(decay + column(lane, m));
+      const float4 d = *reinterpret_cast<const float4*>(decay + column(m));
 #pragma unroll
       for (int i = 0; i < kRows; ++i) state[i][m] = decayed(state[i][m], d);
     }
@@ -114,17 +109,17 @@ struct RunRows {
   __device__ __forceinline__ void correct_by(const float (&delta)[kRows], const float* k) {
 #pragma unroll
     for (int m = 0; m < kQuarters; ++m) {
-      const float4 x = *reinterpret_cast<const float4*>(k + column(lane, m));
+      const float4 x = *reinterpret_cast<const float4*>(k + column(m));
 #pragma unroll
       for (int i = 0; i < kRows; ++i) state[i][m] = corrected(state[i][m], delta[i], x);
     }
   }
   // This lane's share of the dots of its rows with x: the levels 16 and 8 of the tree.
-  __device__ __forceinline__ void share(const float* x, float* sums) const {
+  __device__ __forceinline__ void share(const float* x, float (&sums)[kRows]) const {
     float parts[kRows][kQuarters];
 #pragma unroll
     for (int m = 0; m < kQuarters; ++m) {
-      const float4 y = *reinterpret_cast<const float4*>(x + column(lane, m));
+      const float4 y = *reinterpret_cast<const float4*>(x + column(m));
 #pragma unroll
       for (int i = 0; i < kRows; ++i) parts[i][m] = dot4(state[i][m], y);
     }
@@ -133,309 +128,311 @@ struct RunRows {
       sums[i] = __fadd_rn(__fadd_rn(parts[i][0], parts[i][2]), __fadd_rn(parts[i][1], parts[i][3]));
     }
   }
-  // The eight lanes of a group finish their 2 * kRows sums together: kEach lanes hold the same, the lower four lanes one of
-  // the first kind, the upper four one of the second, of this row.
-  static constexpr int kEach = 4 / kRows;
-  __device__ __forceinline__ int my_row() const { return first_row + 4 * (lane % 4 / kEach); }
-  __device__ __forceinline__ bool owns_row() const { return lane % 8 < 4 && lane % kEach == 0; }
-  __device__ __forceinline__ int owner(int row) const { return (lane & 24) + row * kEach; }
+  // The dots of my_row with k and q. The upper four lanes of eight take both the other way round, so that a lane keeps the
+  // first four of its sums and hands over the others, whichever it is: the level 4 of the tree. The rest is shared out.
+  __device__ __forceinline__ float2 dots(const float* k, const float* q) const {
+    const bool upper = lane & 4;
+    float first[kRows], second[kRows];
+    share(upper ? q : k, first);
+    share(upper ? k : q, second);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) first[i] = __fadd_rn(first[i], __shfl_xor_sync(kFullWarp, second[i], 4));
+    const float mine = transposing_sum<kRows, 2>(first, lane), other = __shfl_xor_sync(kFullWarp, mine, 4);
+    return upper ? float2{other, mine} : float2{mine, other};
+  }
 };
 
-// Sum of the squares of the warp's 128 values, four neighbours a lane: the tree of decode, where a lane has one value of
-// each piece of 32 (levels 16, 8, 4 between lanes, 2 and 1 within the four), and the pieces are added last.
-__device__ __forceinline__ float sum_of_squares(float4 x, int lane) {
-  float squares[4] = {__fmul_rn(x.x, x.x), __fmul_rn(x.y, x.y), __fmul_rn(x.z, x.z), __fmul_rn(x.w, x.w)};
-  float sum = transposing_sum<4, 4>(squares, lane);
-#pragma unroll
-  for (int mask : {4, 2, 8, 16}) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, mask));
-  return sum;
-}
-
-// Brings into L2 what the block of one head of one sequence, counted through, reads.
-__device__ __forceinline__ void prefetch_run(const RunParams& r, int64_t index, int lane) {
-  const DecodeParams& p = r.token;
-  const int64_t sequence = index / p.heads;
-  if (sequence >= r.sequences) return;
-  const int head = static_cast<int>(index - sequence * p.heads), slot = __ldcg(p.slots + sequence);
-  if (slot <= 0 || slot >= p.num_slots) return;
-  if (lane < 16) {
-    const float* const state = p.state + slot * p.state_slot_stride + int64_t{head} * kHeadDim * kHeadDim;
-    ptx::prefetch_l2(state + lane * 8 * kHeadDim, 8 * kHeadDim * sizeof(float));
-  } else if (lane < 25) {  // three rows each of q, k and v
-    const __nv_bfloat16* rows = p.conv_state + slot * p.conv_slot_stride + head * kHeadDim;
-    ptx::prefetch_l2(rows + (lane - 16) * p.heads * kHeadDim, kHeadDim * sizeof(__nv_bfloat16));
-  }
-  if (r.accepted != nullptr && lane < min(__ldcg(r.accepted + sequence), min(r.run, kMaxRun))) {
-    const float* record = r.records + slot * r.record_slot_stride + (lane * p.heads + head) * kRecordRows * kHeadDim;
-    ptx::prefetch_l2(record, 3 * kHeadDim * sizeof(float));
-  }
-}
-
-// ---- Before the recurrence: pieces of 32 channels, one channel a lane. Of two blocks the first makes q, the second k, and
-// each its own rows of v and the same channels of the gate.
-template <class Config>
+// Before the recurrence each warp makes 32 channels, one a lane, of q or k (pass 0), and 32 of v or of the forget gate
+// (pass 1). The first block makes q, the second k, and each its own rows of v and the same channels of the gate.
 struct RunPiece {
-  int part, channel;  // 0 q, 1 k, 2 v, 3 gate; the channel is within the head
+  int part, channel;  // 0 q, 1 k, 2 v, 3 forget gate; the channel is within the head
 
-  __device__ __forceinline__ RunPiece(int pass, int rank, int warp, int lane) {
-    int piece = warp + pass * Config::kWarps;
-    if constexpr (Config::kCluster == 2) {
-      piece = piece < 4 ? 4 * rank + piece : piece < 6 ? 4 + 2 * rank + piece : 6 + 2 * rank + piece;
-    }
-    part = piece / 4;
-    channel = piece % 4 * 32 + lane;
+  __device__ __forceinline__ RunPiece(int pass, int rank, int warp, int lane)
+      : part(pass == 0 ? rank : 2 + warp / 2), channel((pass == 0 ? warp : 2 * rank + warp % 2) * 32 + lane) {
+    asm("" : "+r"(part), "+r"(channel));  // else the compiler works them out again for every token
   }
-
+  __device__ __forceinline__ int64_t stride(const DecodeParams& p) const {
+    return part == 0 ? p.q_stride : part == 1 ? p.k_stride : part == 2 ? p.v_stride : p.f_stride;
+  }
   __device__ __forceinline__ const __nv_bfloat16* source(const DecodeParams& p, int64_t token, int head) const {
-    const __nv_bfloat16* row = part == 0   ? p.q + token * p.q_stride
-                               : part == 1 ? p.k + token * p.k_stride
-                               : part == 2 ? p.v + token * p.v_stride
-                                           : p.f + token * p.f_stride;
-    return row + head * kHeadDim + channel;
+    const __nv_bfloat16* rows = part == 0 ? p.q : part == 1 ? p.k : part == 2 ? p.v : p.f;
+    return rows + token * stride(p) + head * kHeadDim + channel;
+  }
+  // The four taps; a decay's a_log and dt_bias.
+  __device__ __forceinline__ float4 constants(const DecodeParams& p, int head) const {
+    const int column = head * kHeadDim + channel;
+    if (part < 3) return __ldg(reinterpret_cast<const float4*>(p.conv_weight) + part * p.heads * kHeadDim + column);
+    return {__ldg(p.a_log + head), __ldg(p.dt_bias + column), 0.f, 0.f};
+  }
+  __device__ __forceinline__ const float* place(const RunShared::Token& token) const {
+    return part == 0 ? token.q + channel
+           : part == 1 ? token.k + channel
+           : part == 2 ? token.v + channel % kRunRows
+                       : token.decay + channel;
   }
 };
 
-// One value to the same place in all blocks of the cluster.
-template <int kCluster>
-__device__ __forceinline__ void put(float* place, float value) {
-  if constexpr (kCluster > 1) {
+// One channel of the first `count` rows.
+template <int kMost>
+__device__ __forceinline__ void load_rows(const __nv_bfloat16* source, int64_t stride, int count,
+                                          __nv_bfloat16 (&values)[kMost]) {
+  const char* place = reinterpret_cast<const char*>(source);  // in bytes: no shift of a 64-bit offset for every row
 #pragma unroll
-    for (int to = 0; to < kCluster; ++to) ptx::cluster_store(ptx::cluster_address(place, to), value);
-  } else {
-    *place = value;
+  for (int i = 0; i < kMost; ++i, place += stride * sizeof(__nv_bfloat16)) {
+    if (i < count) values[i] = *reinterpret_cast<const __nv_bfloat16*>(place);
   }
 }
 
-template <int kCluster>
-__device__ __forceinline__ void sync_head() {
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  } else {
-    __syncthreads();
-  }
-}
+// What both blocks of a head need. A remote store counts its bytes on the receiver's barrier.
+struct Exchange {
+  RunShared& shared;
+  uint32_t there;  // from an address here to that in the other block
 
-// kAhead > 0: brings what the head kAhead heads later will read into L2; memory has time for it while this one computes.
-template <class Config, int kAhead>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    run_kernel(const __grid_constant__ RunParams r) {
-  constexpr int kCluster = Config::kCluster, kWarps = Config::kWarps, kThreads = Config::kThreads;
-  constexpr int kPasses = Config::kPasses, kBlockRows = Config::kBlockRows;
-  using Rows = RunRows<Config::kRows>;
-  using Piece = RunPiece<Config>;
-  __shared__ RunShared shared;
+  __device__ __forceinline__ Exchange(RunShared& shared, int rank)
+      : shared(shared), there(ptx::cluster_address(&shared, rank ^ 1) - ptx::smem_address(&shared)) {}
+
+  __device__ __forceinline__ void send(uint32_t place, float value, const uint64_t* barrier) const {
+    ptx::cluster_store_async(there + place, value, there + ptx::smem_address(barrier));
+  }
+  // To the same place in both blocks, before the recurrence.
+  __device__ __forceinline__ void put(uint32_t place, float value) const {
+    ptx::shared_store(place, value);
+    send(place, value, &shared.channels_barrier);
+  }
+};
+
+constexpr unsigned kGuessedBlocks = 528;  // four on each of an H200's 132 SMs
+
+__global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_constant__ RunParams r) {
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  RunShared& shared = *reinterpret_cast<RunShared*>(dynamic_shared);
 
   const DecodeParams& p = r.token;
   const int sequence = blockIdx.z * gridDim.y + blockIdx.y;
   if (sequence >= r.sequences) return;  // a corner of the grid
-  const int head = blockIdx.x / kCluster, rank = blockIdx.x % kCluster, block_row = rank * kBlockRows;
+  const int head = blockIdx.x / 2, rank = blockIdx.x % 2, block_row = rank * kRunRows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = p.heads * kHeadDim;
-  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
+  const RunPiece pieces[2] = {{0, rank, warp, lane}, {1, rank, warp, lane}};
+  float4 constants[2] = {};
+  if (p.tokens > 0) constants[0] = pieces[0].constants(p, head), constants[1] = pieces[1].constants(p, head);
+  // Few heads, all of whose blocks may be here before the producer is done: their states come into L2 meanwhile, by the
+  // slot that stands in the list. A stale one is harmless: it names a row of the pool.
+  if (gridDim.x * gridDim.y <= kGuessedBlocks && threadIdx.x == 0) {
+    const int slot = *static_cast<const volatile int32_t*>(p.slots + sequence);
+    if (slot > 0 && slot < p.num_slots) {
+      const int64_t first_row = int64_t{head} * kHeadDim + block_row;
+      ptx::prefetch_l2(p.state + slot * p.state_slot_stride + first_row * kHeadDim, kRunRows * kHeadDim * sizeof(float));
+    }
+  }
 
   ptx::pdl_wait();
 
   const RunPlan plan = plan_run(r, head, sequence);
   const int count = plan.count, accepted = plan.accepted;
-  if (count == 0 && accepted == 0) {
-    ptx::pdl_trigger();
-    return;
-  }
+  if (count == 0 && accepted == 0) return;
+  // The other block sends, for each token, q or k, half of the decays, four sums, and later its sum of squares.
+  const Exchange exchange(shared, rank);
+  open_exchange<2>(&shared.channels_barrier, count * (kHeadDim + kHeadDim / 2 + 4) * sizeof(float),
+                   &shared.squares_barrier, count * sizeof(float));
   __nv_bfloat16* const conv_rows = p.conv_state + plan.slot * p.conv_slot_stride + head * kHeadDim;
   // Row 0 of token 0's record; the next token's is a stride further.
   float* const records =
       r.records == nullptr ? nullptr : r.records + plan.slot * r.record_slot_stride + head * kRecordRows * kHeadDim;
   const int record_stride = p.heads * kRecordRows * kHeadDim;
+  float* const state = p.state + plan.slot * p.state_slot_stride + (int64_t{head} * kHeadDim + block_row) * kHeadDim;
 
-  // The state comes into L2 now and into registers when the convolutions have left them.
-  const int64_t index = int64_t{sequence} * p.heads + head;
-  if (rank == 0 && warp == 0) prefetch_run(r, index, lane);
-  if constexpr (kAhead > 0) {
-    if (rank == kCluster - 1 && warp == 1) prefetch_run(r, index + kAhead, lane);
-  }
-
-  // ---- Raw rows of this run, and the window before it: the three newest rows that are committed.
-  __nv_bfloat16 window[kPasses][3] = {}, raw[kPasses][kMaxRun] = {};
+  // ---- Everything is asked for at once, what is needed first before what is large. Raw rows of this run, and the window
+  // before it: the three newest rows that are committed, of the convolution state or of the last run's records.
+  __nv_bfloat16 raw_beta = {}, raw[2][kMaxRun] = {}, window[2][3] = {}, gates[ceil_div(kMaxRun, 2)] = {};
+  if (threadIdx.x < count) raw_beta = p.beta[(plan.first + threadIdx.x) * p.beta_stride + head];
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const Piece piece(pass, rank, warp, lane);
+  for (int pass = 0; pass < 2; ++pass) {
+    const RunPiece& piece = pieces[pass];
+    load_rows(piece.source(p, plan.first, head), piece.stride(p), count, raw[pass]);
+    if (piece.part == 3 || plan.fresh) continue;
+    const __nv_bfloat16* place = conv_rows + (accepted * 3 + piece.part) * width + piece.channel;
+    // A record's raw rows are bf16 widened to float: the upper half.
+    const float* record = records + (accepted - 3) * record_stride + (3 + piece.part) * kHeadDim + piece.channel;
 #pragma unroll
-    for (int token = 0; token < kMaxRun; ++token) {
-      if (token < count) raw[pass][token] = *piece.source(p, plan.first + token, head);
-    }
-    if (piece.part == 3) continue;
-#pragma unroll
-    for (int row = 0; row < 3; ++row) {
-      const int from = accepted + row;
-      if (from >= 3) {
-        const float* record = records + (from - 3) * record_stride + (3 + piece.part) * kHeadDim;
-        window[pass][row] = __float2bfloat16_rn(__ldcg(record + piece.channel));
-      } else if (!plan.fresh) {
-        window[pass][row] = conv_rows[(from * 3 + piece.part) * width + piece.channel];
-      }
+    for (int row = 0; row < 3; ++row, place += 3 * width, record += record_stride) {
+      window[pass][row] = accepted + row < 3 ? *place : reinterpret_cast<const __nv_bfloat16*>(record)[1];
     }
   }
+  // The output gate of this block's rows, every other token a thread.
+  const int gate_token = threadIdx.x / kRunRows, gate_row = threadIdx.x % kRunRows;
+  load_rows(p.gate + (plan.first + gate_token) * p.gate_stride + head * kHeadDim + block_row + gate_row,
+            2 * p.gate_stride, (count - gate_token + 1) / 2, gates);
+  // Of the last run's accepted tokens decay, k and the errors of this block's rows.
+  if (threadIdx.x < sizeof(RunShared::Record) / sizeof(float4)) {
+    const float* record = records + 4 * threadIdx.x + (threadIdx.x < kHeadDim / 2 ? 0 : block_row);
+#pragma unroll 1
+    for (int token = 0; token < accepted; ++token, record += record_stride) {
+      ptx::cp_async_16(shared.committed[token].decay + 4 * threadIdx.x, record);
+    }
+  }
+  ptx::cp_async_commit();
+  if (threadIdx.x == 0 && !plan.fresh) {  // the state: into registers when the convolutions have left them
+    ptx::prefetch_l2(state, kRunRows * kHeadDim * sizeof(float));
+  }
 
-  // ---- The last run: decay, k and errors of the accepted tokens lie together.
-  constexpr int kFours = 3 * kHeadDim / 4;
-  for (int i = threadIdx.x; i < accepted * kFours; i += kThreads) {
-    const float* from = records + i / kFours * record_stride + i % kFours * 4;
-    reinterpret_cast<float4*>(shared.committed)[i] = __ldcg(reinterpret_cast<const float4*>(from));
-  }
-  if (threadIdx.x < count) {
-    const __nv_bfloat16 raw_beta = p.beta[(plan.first + threadIdx.x) * p.beta_stride + head];
-    shared.tokens[threadIdx.x].beta = precise_sigmoid(__bfloat162float(raw_beta));
-  }
-  for (int i = threadIdx.x; i < count * kBlockRows; i += kThreads) {
-    const int token = i / kBlockRows, row = block_row + i % kBlockRows;
-    shared.tokens[token].gate[row] = p.gate[(plan.first + token) * p.gate_stride + head * kHeadDim + row];
-  }
+  ptx::pdl_trigger();  // the next kernel's start no longer delays this one's loads
 
   // ---- Convolutions and decays of all tokens; a channel's rows are read and written by one thread.
-  if constexpr (kCluster > 1) ptx::cluster_wait();
-  auto move_window = [&](const Piece& piece, __nv_bfloat16 x0, __nv_bfloat16 x1, __nv_bfloat16 x2) {
-    __nv_bfloat16* const columns = conv_rows + piece.part * width + piece.channel;
-    columns[0] = x0;
-    columns[3 * width] = x1;
-    columns[6 * width] = x2;
-  };
   const bool store_first = !r.keep && (accepted > 0 || (plan.fresh && count > 0));  // a fresh slot is made to hold zeros
+  if (threadIdx.x < count) shared.tokens[threadIdx.x].beta = precise_sigmoid(__bfloat162float(raw_beta));
+  ptx::cluster_wait();
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const Piece piece(pass, rank, warp, lane);
-    const int column = head * kHeadDim + piece.channel;
-    if (count == 0) {
-      if (piece.part < 3) move_window(piece, window[pass][0], window[pass][1], window[pass][2]);
-      continue;
-    }
+  for (int pass = 0; pass < 2; ++pass) {
+    const RunPiece& piece = pieces[pass];
+    const float4 c = constants[pass];
+    uint32_t to = ptx::smem_address(piece.place(shared.tokens[0]));
+    asm("" : "+r"(to));
     if (piece.part == 3) {
-      const float a_log = __ldg(p.a_log + head), dt_bias = __ldg(p.dt_bias + column);
 #pragma unroll
       for (int token = 0; token < kMaxRun; ++token) {
         if (token >= count) break;
-        put<kCluster>(&shared.tokens[token].decay[piece.channel],
-                      decay_of(raw[pass][token], a_log, dt_bias, p.lower_bound));
+        exchange.put(to + token * sizeof(RunShared::Token), decay_of(raw[pass][token], c.x, c.y, p.lower_bound));
       }
       continue;
     }
-    const float4 weight = __ldg(reinterpret_cast<const float4*>(p.conv_weight) + piece.part * width + column);
+    float* record = records + (3 + piece.part) * kHeadDim + piece.channel;
+    float squares[kMaxRun];
     __nv_bfloat16 x0 = window[pass][0], x1 = window[pass][1], x2 = window[pass][2];
 #pragma unroll
     for (int token = 0; token < kMaxRun; ++token) {
-      const float x = convolve(weight, x0, x1, x2, raw[pass][token]);
-      if (token < count) {
-        auto& now = shared.tokens[token];
-        if (piece.part == 2) {
-          now.v[piece.channel] = x;
-        } else {
-          put<kCluster>(&(piece.part == 0 ? now.q : now.k)[piece.channel], x);
-        }
-        if (!r.keep) {
-          records[token * record_stride + (3 + piece.part) * kHeadDim + piece.channel] =
-              __bfloat162float(raw[pass][token]);
-        }
-        x0 = x1, x1 = x2, x2 = raw[pass][token];
+      const float x = convolve(c, x0, x1, x2, raw[pass][token]);
+      x0 = x1, x1 = x2, x2 = raw[pass][token];
+      squares[token] = __fmul_rn(x, x);
+      if (token >= count) continue;
+      if (pass == 0) {
+        exchange.put(to + token * sizeof(RunShared::Token), x);
+      } else {
+        ptx::shared_store(to + token * sizeof(RunShared::Token), x);
+      }
+      if (!r.keep) *record = __bfloat162float(raw[pass][token]), record += record_stride;
+    }
+    if (pass == 0) {
+      const float sum = warp_sum_many<kMaxRun>(squares);
+      const int token = warp_sum_many_index<kMaxRun>();
+      if (token >= 0 && token < count) {
+        exchange.put(ptx::smem_address(shared.tokens[token].sum_squares + 4 * rank + warp), sum);
       }
     }
-    if (r.keep) {
-      move_window(piece, x0, x1, x2);
-    } else if (store_first) {
-      move_window(piece, window[pass][0], window[pass][1], window[pass][2]);
+    if (r.keep || store_first) {
+      const bool moved = r.keep && count > 0;  // a run that is kept is one token
+      __nv_bfloat16* const columns = conv_rows + piece.part * width + piece.channel;
+      columns[0] = moved ? window[pass][1] : window[pass][0];
+      columns[3 * width] = moved ? window[pass][2] : window[pass][1];
+      columns[6 * width] = moved ? raw[pass][0] : window[pass][2];
     }
   }
-  float* const head_state = p.state + plan.slot * p.state_slot_stride + int64_t{head} * kHeadDim * kHeadDim;
-  Rows rows(block_row, warp, lane);
-  if (plan.fresh) {
-    rows.clear();
-  } else {
-    rows.load(head_state);
+#pragma unroll
+  for (int i = 0; i < ceil_div(kMaxRun, 2); ++i) {
+    if (gate_token + 2 * i < count) shared.tokens[gate_token + 2 * i].gate[gate_row] = gates[i];
   }
-  // The other block has read the last run's records, too: they may be overwritten.
-  sync_head<kCluster>();
+  RunRows rows(warp, lane);
+  rows.load(plan.fresh ? nullptr : state);
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  if (count > 0) ptx::mbarrier_wait(&shared.channels_barrier, 0);
 
-  // ---- Lengths and k.q of all tokens, a token a warp.
-  for (int token = warp; token < count; token += kWarps) {
+  // ---- q and k to their lengths, and k.q: a token a warp, the turns side by side.
+  constexpr int kTurns = ceil_div(kMaxRun, kRunThreads / 32);
+  float4 q[kTurns] = {}, k[kTurns] = {};
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int token = warp + turn * kRunThreads / 32;
+    if (token >= count) break;
+    const auto& now = shared.tokens[token];
+    q[turn] = scale4(*reinterpret_cast<const float4*>(now.q + lane * 4),
+                     inverse_length(*reinterpret_cast<const float4*>(now.sum_squares)) * kQueryScale);
+    k[turn] = scale4(*reinterpret_cast<const float4*>(now.k + lane * 4),
+                     inverse_length(*reinterpret_cast<const float4*>(now.sum_squares + 4)));
+  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int token = warp + turn * kRunThreads / 32;
+    const float kq = warp_sum(dot4(k[turn], q[turn]));
+    if (token >= count) continue;
     auto& now = shared.tokens[token];
-    float4 q = *reinterpret_cast<const float4*>(now.q + lane * 4), k = *reinterpret_cast<const float4*>(now.k + lane * 4);
-    q = scale4(q, inverse_length(sum_of_squares(q, lane)) * kQueryScale);
-    k = scale4(k, inverse_length(sum_of_squares(k, lane)));
-    *reinterpret_cast<float4*>(now.q + lane * 4) = q;
-    *reinterpret_cast<float4*>(now.k + lane * 4) = k;
-    const float kq = warp_sum(dot4(k, q));
+    *reinterpret_cast<float4*>(now.q + lane * 4) = q[turn];
+    *reinterpret_cast<float4*>(now.k + lane * 4) = k[turn];
     if (lane == 0) now.kq = kq;
-    if (!r.keep && rank == token % kCluster) {
-      float* const record = records + token * record_stride + lane * 4;
-      *reinterpret_cast<float4*>(record) = *reinterpret_cast<const float4*>(now.decay + lane * 4);
-      *reinterpret_cast<float4*>(record + kHeadDim) = k;
-    }
   }
 
   // ---- Commit.
+#pragma unroll 1
   for (int token = 0; token < accepted; ++token) {
     const auto& old = shared.committed[token];
     rows.decay_by(old.decay);
-    float delta[Rows::kRows];
+    float delta[RunRows::kRows];
 #pragma unroll
-    for (int i = 0; i < Rows::kRows; ++i) delta[i] = old.delta[rows.first_row + 4 * i];
+    for (int i = 0; i < RunRows::kRows; ++i) delta[i] = old.delta[rows.first_row + 4 * i];
     rows.correct_by(delta, old.k);
   }
-  if (store_first || count == 0) rows.store(head_state);
   __syncthreads();
+  if (store_first || count == 0) rows.store(state, shared.leaving);
 
   // ---- This run.
+#pragma unroll 1
   for (int token = 0; token < count; ++token) {
     auto& now = shared.tokens[token];
     rows.decay_by(now.decay);
-    float sums[2 * Rows::kRows];
-    rows.share(now.k, sums);
-    rows.share(now.q, sums + Rows::kRows);
-    const float mine = transposing_sum<2 * Rows::kRows, 4>(sums, lane), other = __shfl_xor_sync(kFullWarp, mine, 4);
-    const float error = __fmul_rn(now.beta, __fsub_rn(now.v[rows.my_row()], lane & 4 ? other : mine));
-    if (rows.owns_row()) {
-      now.o[rows.my_row()] = __fmaf_rn(error, now.kq, other);
-      if (!r.keep) records[token * record_stride + 2 * kHeadDim + rows.my_row()] = error;
-    }
-    float delta[Rows::kRows];
+    const float2 dots = rows.dots(now.k, now.q);
+    const float error = __fmul_rn(now.beta, __fsub_rn(now.v[rows.my_row()], dots.x));
+    now.o[rows.my_row()] = __fmaf_rn(error, now.kq, dots.y);
+    now.error[rows.my_row()] = error;
+    float delta[RunRows::kRows];
 #pragma unroll
-    for (int i = 0; i < Rows::kRows; ++i) delta[i] = __shfl_sync(kFullWarp, error, rows.owner(i));
+    for (int i = 0; i < RunRows::kRows; ++i) delta[i] = __shfl_sync(kFullWarp, error, rows.owner(i));
     rows.correct_by(delta, now.k);
   }
-  if (r.keep && count > 0) rows.store(head_state);
+  if (r.keep && count > 0) rows.store(state, shared.leaving);
   __syncthreads();
 
-  // ---- Gated norms, a token a warp; neighbours are added first, as between the rows, warps and blocks of decode.
-  constexpr int kEach = kBlockRows / 32;
-  for (int token = warp; token < count; token += kWarps) {
-    auto& now = shared.tokens[token];
-    float squares[kEach];
+  // ---- Gated norms, eight lanes a token; neighbours are added first, as between the rows, warps and blocks of decode.
+  constexpr int kGroup = kRunRows / 8;
+  const int token = threadIdx.x / kGroup, row = threadIdx.x % kGroup * 8;
+  auto& now = shared.tokens[token < count ? token : 0];
+  float o[8], squares[8];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float o = now.o[block_row + lane * kEach + i];
-      squares[i] = __fmul_rn(o, o);
-    }
+  for (int i = 0; i < 8; ++i) o[i] = now.o[row + i], squares[i] = __fmul_rn(o[i], o[i]);
 #pragma unroll
-    for (int step = 1; step < kEach; step *= 2) {
+  for (int step = 1; step < 8; step *= 2) {
 #pragma unroll
-      for (int i = 0; i < kEach; i += 2 * step) squares[i] = __fadd_rn(squares[i], squares[i + step]);
-    }
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) {
-      squares[0] = __fadd_rn(squares[0], __shfl_xor_sync(kFullWarp, squares[0], mask));
-    }
-    if (lane == 0) put<kCluster>(&now.squares[rank], squares[0]);
+    for (int i = 0; i < 8; i += 2 * step) squares[i] = __fadd_rn(squares[i], squares[i + step]);
   }
-  sync_head<kCluster>();
-  for (int token = warp; token < count; token += kWarps) {
-    const auto& now = shared.tokens[token];
-    const float squares = kCluster > 1 ? __fadd_rn(now.squares[0], now.squares[1]) : now.squares[0];
-    __nv_bfloat16* const out = p.out + int64_t{plan.first + token} * width + head * kHeadDim;
+  float sum = squares[0];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int row = block_row + i * 32 + lane;
-      out[row] = gated_norm(now.o[row], squares, __ldg(p.o_norm + row), now.gate[row], p.eps);
+  for (int mask = 1; mask < kGroup; mask *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, mask));
+  if (token < count && row == 0) exchange.send(ptx::smem_address(&now.squares), sum, &shared.squares_barrier);
+  if (count > 0) ptx::mbarrier_wait(&shared.squares_barrier, 0);
+  if (token < count) {
+    sum = __fadd_rn(sum, now.squares);
+    struct alignas(16) {
+      __nv_bfloat16 x[8];
+    } gate, out;
+    reinterpret_cast<uint4&>(gate) = *reinterpret_cast<const uint4*>(now.gate + row);
+    const float* const weight = p.o_norm + block_row + row;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out.x[i] = gated_norm(o[i], sum, __ldg(weight + i), gate.x[i], p.eps);
+    __nv_bfloat16* const place = p.out + int64_t{plan.first + token} * width + head * kHeadDim + block_row + row;
+    *reinterpret_cast<uint4*>(place) = reinterpret_cast<const uint4&>(out);
+  }
+  // Decay (first block) or k (second), and the errors of this block's rows. The other block has read the last run's
+  // records long ago: it sends its squares after its commit.
+  if (!r.keep && threadIdx.x < (kHeadDim + kRunRows) / 4) {
+    const bool is_error = threadIdx.x >= kHeadDim / 4;
+    const int column = is_error ? block_row + 4 * threadIdx.x - kHeadDim : 4 * threadIdx.x;
+    const auto& from = shared.tokens[0];
+    const float* source = (is_error ? from.error - block_row : rank == 0 ? from.decay : from.k) + column;
+    float* record = records + (is_error ? 2 : rank) * kHeadDim + column;
+#pragma unroll 3
+    for (int at = 0; at < count; ++at, source += sizeof(RunShared::Token) / sizeof(float), record += record_stride) {
+      *reinterpret_cast<float4*>(record) = *reinterpret_cast<const float4*>(source);
     }
   }
-  ptx::pdl_trigger();
+  if (lane == 0) RunRows::wait_stored();
 }
 
 }  // namespace kimi::kda
