@@ -1,6 +1,5 @@
-#include "decode.cuh"
-
 #include "../common/launch.h"
+#include "decode.cuh"
 
 namespace kimi::kda {
 namespace {
@@ -14,9 +13,9 @@ void launch_as(const DecodeParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-// By the heads of the whole batch; measured at the sizes of docs/kernels/kda_decode.md. Few heads: many small blocks, so
-// that all SMs load at once. Many: whole heads, whose blocks exchange nothing, and as many bytes on their way as registers
-// hold.
+// By the heads of the whole batch; measured at the sizes of docs/kernels/kda_decode.md. Few heads: many small blocks,
+// so that all SMs load at once. Many: whole heads, whose blocks exchange nothing, and as many bytes on their way as
+// registers hold.
 void launch_decode(const DecodeParams& params, cudaStream_t stream) {
   const int64_t heads = int64_t{params.tokens} * params.heads;
   if (heads < 128) {

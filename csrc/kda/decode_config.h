@@ -5,8 +5,9 @@
 
 namespace kimi::kda {
 
-// A cluster of kCluster blocks holds one head of one sequence; block `rank` owns 128 / kCluster consecutive value rows, a
-// warp kRows of them, and a lane four consecutive key columns of each row (16 bytes, so a row is one warp-wide access).
+// A cluster of kCluster blocks holds one head of one sequence; block `rank` owns 128 / kCluster consecutive value rows,
+// a warp kRows of them, and a lane four consecutive key columns of each row (16 bytes, so a row is one warp-wide
+// access).
 template <int kCluster_, int kWarps_>
 struct DecodeConfig {
   static constexpr int kCluster = kCluster_;
@@ -17,8 +18,9 @@ struct DecodeConfig {
   static constexpr int kPartials = kCluster * kWarps;  // one sum of o^2 per warp of the cluster
   static_assert(kCluster <= 8 && kRows >= 1 && kRows <= 16 && kRows * kWarps * kCluster == kHeadDim);
 
-  // Work before the recurrence, in pieces of 32 channels, one channel a lane. Each channel of the head is made by one block
-  // of the cluster: kQkPieces of the eight q and k pieces, its own value rows, and the same channels of the forget gate.
+  // Work before the recurrence, in pieces of 32 channels, one channel a lane. Each channel of the head is made by one
+  // block of the cluster: kQkPieces of the eight q and k pieces, its own value rows, and the same channels of the
+  // forget gate.
   static constexpr int kQkPieces = 8 / kCluster;
   static constexpr int kOwnPieces = (kBlockRows + 31) / 32;
   static constexpr int kPieces = kQkPieces + 2 * kOwnPieces;
@@ -73,7 +75,7 @@ struct RunShared {
     float squares;  // of o, from the other block
   };
   union {
-    Record committed[kMaxRun];                      // the last run's records, as far as they are accepted,
+    Record committed[kMaxRun];                       // the last run's records, as far as they are accepted,
     alignas(128) float leaving[kRunRows][kHeadDim];  // then the state on its way to memory
   };
   Token tokens[kMaxRun];

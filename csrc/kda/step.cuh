@@ -1,5 +1,6 @@
-// The arithmetic of one KDA token, shared by decode and verify so that both give the same bits: every rounding is written
-// out (no contraction left to the compiler) and every sum has one fixed tree, whatever the split of a head over blocks.
+// The arithmetic of one KDA token, shared by decode and verify so that both give the same bits: every rounding is
+// written out (no contraction left to the compiler) and every sum has one fixed tree, whatever the split of a head over
+// blocks.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -8,9 +9,9 @@
 
 namespace kimi::kda {
 
-// Sums each of kCount values over the lanes that differ in the bits below 2 * kMask, in about kCount + 4 shuffles instead of
-// 4 * kCount: at every step a lane hands over half of its values and keeps the other half. The tree of each sum is that
-// of warp_sum. Returns the sum of value l / (2 * kMask / kCount), l the lane's number among those lanes.
+// Sums each of kCount values over the lanes that differ in the bits below 2 * kMask, in about kCount + 4 shuffles
+// instead of 4 * kCount: at every step a lane hands over half of its values and keeps the other half. The tree of each
+// sum is that of warp_sum. Returns the sum of value l / (2 * kMask / kCount), l the lane's number among those lanes.
 template <int kCount, int kMask>
 __device__ __forceinline__ float transposing_sum(float (&values)[kCount], int lane) {
   int mask = kMask;
@@ -142,8 +143,8 @@ __device__ __forceinline__ void correct_rows(float4 (&state)[kRows], float delta
 
 // ---- Exchange between the blocks of a cluster: a remote store counts its bytes on a barrier of the receiver, so that
 // nobody waits for a memory fence. With one block it is a store and a block barrier.
-// open_exchange, then one cluster_wait before the first send: the receivers' barriers exist. A barrier opens once it has
-// counted its bytes.
+// open_exchange, then one cluster_wait before the first send: the receivers' barriers exist. A barrier opens once it
+// has counted its bytes.
 template <int kCluster>
 __device__ __forceinline__ void open_exchange(uint64_t* first, uint32_t first_bytes, uint64_t* second,
                                               uint32_t second_bytes) {

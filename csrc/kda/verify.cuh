@@ -1,9 +1,9 @@
 // A short run of tokens a sequence on one read of the state: verify, decode after verify, and commit.
 //
 // The last run's accepted tokens go into the state first (decay, k and error come from the records, so nothing is
-// computed twice and the bits are those of decode), the committed state leaves, and this run's tokens follow in registers.
-// Nine tokens twice make arithmetic as long as memory, so instructions count: eight lanes share a row instead of a warp,
-// which leaves three exchanges a sum instead of five, for eight sums at once.
+// computed twice and the bits are those of decode), the committed state leaves, and this run's tokens follow in
+// registers. Nine tokens twice make arithmetic as long as memory, so instructions count: eight lanes share a row
+// instead of a warp, which leaves three exchanges a sum instead of five, for eight sums at once.
 #pragma once
 
 #include "../common/math.h"
@@ -54,8 +54,9 @@ __device__ __forceinline__ RunPlan plan_run(const RunParams& r, int head, int se
   return plan;
 }
 
-// A warp's 16 value rows in registers. Lane 8 * g + j holds, of rows 4 * i + g, the columns 4 * j .. + 3 of each quarter
-// row: what lanes j, j + 8, j + 16 and j + 24 hold in decode, so that its tree of a sum needs no exchange for two levels.
+// A warp's 16 value rows in registers. Lane 8 * g + j holds, of rows 4 * i + g, the columns 4 * j .. + 3 of each
+// quarter row: what lanes j, j + 8, j + 16 and j + 24 hold in decode, so that its tree of a sum needs no exchange for
+// two levels.
 struct RunRows {
   static constexpr int kRows = 4, kQuarters = 4;
   float4 state[kRows][kQuarters];
@@ -79,8 +80,8 @@ struct RunRows {
       }
     }
   }
-  // By way of shared memory and one asynchronous copy a warp: 16 plain stores a thread would hold up the loads of the run
-  // that follows. Before the block ends, wait_stored.
+  // By way of shared memory and one asynchronous copy a warp: 16 plain stores a thread would hold up the loads of the
+  // run that follows. Before the block ends, wait_stored.
   __device__ __forceinline__ void store(float* block_rows, float (*staging)[kHeadDim]) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -128,8 +129,9 @@ struct RunRows {
       sums[i] = __fadd_rn(__fadd_rn(parts[i][0], parts[i][2]), __fadd_rn(parts[i][1], parts[i][3]));
     }
   }
-  // The dots of my_row with k and q. The upper four lanes of eight take both the other way round, so that a lane keeps the
-  // first four of its sums and hands over the others, whichever it is: the level 4 of the tree. The rest is shared out.
+  // The dots of my_row with k and q. The upper four lanes of eight take both the other way round, so that a lane keeps
+  // the first four of its sums and hands over the others, whichever it is: the level 4 of the tree. The rest is shared
+  // out.
   __device__ __forceinline__ float2 dots(const float* k, const float* q) const {
     const bool upper = lane & 4;
     float first[kRows], second[kRows];
@@ -165,7 +167,7 @@ struct RunPiece {
     return {__ldg(p.a_log + head), __ldg(p.dt_bias + column), 0.f, 0.f};
   }
   __device__ __forceinline__ const float* place(const RunShared::Token& token) const {
-    return part == 0 ? token.q + channel
+    return part == 0   ? token.q + channel
            : part == 1 ? token.k + channel
            : part == 2 ? token.v + channel % kRunRows
                        : token.decay + channel;
@@ -221,7 +223,8 @@ __global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_consta
     const int slot = *static_cast<const volatile int32_t*>(p.slots + sequence);
     if (slot > 0 && slot < p.num_slots) {
       const int64_t first_row = int64_t{head} * kHeadDim + block_row;
-      ptx::prefetch_l2(p.state + slot * p.state_slot_stride + first_row * kHeadDim, kRunRows * kHeadDim * sizeof(float));
+      ptx::prefetch_l2(p.state + slot * p.state_slot_stride + first_row * kHeadDim,
+                       kRunRows * kHeadDim * sizeof(float));
     }
   }
 
@@ -241,8 +244,8 @@ __global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_consta
   const int record_stride = p.heads * kRecordRows * kHeadDim;
   float* const state = p.state + plan.slot * p.state_slot_stride + (int64_t{head} * kHeadDim + block_row) * kHeadDim;
 
-  // ---- Everything is asked for at once, what is needed first before what is large. Raw rows of this run, and the window
-  // before it: the three newest rows that are committed, of the convolution state or of the last run's records.
+  // ---- Everything is asked for at once, what is needed first before what is large. Raw rows of this run, and the
+  // window before it: the three newest rows that are committed, of the convolution state or of the last run's records.
   __nv_bfloat16 raw_beta = {}, raw[2][kMaxRun] = {}, window[2][3] = {}, gates[ceil_div(kMaxRun, 2)] = {};
   if (threadIdx.x < count) raw_beta = p.beta[(plan.first + threadIdx.x) * p.beta_stride + head];
 #pragma unroll
@@ -278,7 +281,8 @@ __global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_consta
   ptx::pdl_trigger();  // the next kernel's start no longer delays this one's loads
 
   // ---- Convolutions and decays of all tokens; a channel's rows are read and written by one thread.
-  const bool store_first = !r.keep && (accepted > 0 || (plan.fresh && count > 0));  // a fresh slot is made to hold zeros
+  const bool store_first =
+      !r.keep && (accepted > 0 || (plan.fresh && count > 0));  // a fresh slot is made to hold zeros
   if (threadIdx.x < count) shared.tokens[threadIdx.x].beta = precise_sigmoid(__bfloat162float(raw_beta));
   ptx::cluster_wait();
 #pragma unroll
