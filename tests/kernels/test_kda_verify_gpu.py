@@ -33,7 +33,7 @@ def one_by_one(x: Tokens, w: Weights, pool: Pools, slot: int, fresh: bool = Fals
     return outs, states
 
 
-@pytest.mark.parametrize("heads", [1, 12, 96])
+@pytest.mark.parametrize("heads", [1, 12, 16, 96])  # on 132 SMs up to one, two, three and four blocks on each
 @pytest.mark.parametrize("way", ["commit_", "verify", "decode_"])
 def test_any_accepted_length(heads: int, way: str) -> None:
     """Slots 1..10 accept 0..9 of 9 tokens; the commit happens alone, in the next verify, or in the next decode."""
