@@ -131,10 +131,10 @@ def experts(
     On CUDA: compute capability 9.0, D at most 8192, x and out rows at multiples of 16 bytes, workspace at 128.
 
     ``activation`` says how bf16 x and the intermediate h enter the products: "fp8" quantises both to E4M3 with one
-    scale a row (h from fp32, its scale a power of two), "bf16" rounds h to bf16. A bf16 x means the same on the CPU as
-    on CUDA. float32 x (CPU only) is exact: nothing is quantised or rounded, whatever ``activation``
-    says.
-    Sums are fp32, in an order that does not depend on the other tokens.
+    scale a row (h from fp32, its scale a power of two): what is more than 2^13 below its row's largest value loses
+    precision, 2^19 below it becomes 0. "bf16" rounds h to bf16. A bf16 x means the same on the CPU as on CUDA. float32
+    x (CPU only) is exact: nothing is quantised or rounded. Sums are fp32, in an order that does not depend on the other
+    tokens; of FP8 products CUDA first sums up to 512 columns in the tensor cores, which keep some 14 bits.
 
     Returns [T, D] of x's dtype. Raises ValueError naming the argument at fault.
     """
