@@ -26,9 +26,9 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// trigger: lets the next kernel start its prologue, once every block has called it or ended. Never before wait. Results do
-// not depend on where it stands, since wait is for whole kernels; time does: the next kernel's blocks take room and issue
-// slots, but while they start and prefetch, this one's last blocks finish.
+// trigger: lets the next kernel start its prologue, once every block has called it or ended. Never before wait. Results
+// do not depend on where it stands, since wait is for whole kernels; time does: the next kernel's blocks take room and
+// issue slots, but while they start and prefetch, this one's last blocks finish.
 __device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- shared memory addresses and mbarriers -----------------------------------------------------------------------

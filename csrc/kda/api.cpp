@@ -91,9 +91,9 @@ DecodeParams read_tokens(Call& call, const TokenArgs& a, int64_t& sequences) {
 void read_records(Call& call, py::handle arg, RunParams& r) {
   const Tensor records = call.tensor("records", arg).is({DType::kF32}).rank(5);
   records.sizes({r.token.num_slots, kAny, r.token.heads, kRecordRows, kHeadDim}).inner_contiguous(4).aligned(16);
-  call.require(records.shape[1] >= 1 && records.shape[1] <= kMaxRun,
-               "records must hold runs of 1 to " + std::to_string(kMaxRun) + " tokens, got " +
-                   std::to_string(records.shape[1]));
+  call.require(
+      records.shape[1] >= 1 && records.shape[1] <= kMaxRun,
+      "records must hold runs of 1 to " + std::to_string(kMaxRun) + " tokens, got " + std::to_string(records.shape[1]));
   r.records = records.as<float>();
   r.record_slot_stride = records.stride[0];
   r.run = static_cast<int32_t>(records.shape[1]);
@@ -105,10 +105,12 @@ void decode(py::handle q, py::handle k, py::handle v, py::handle f, py::handle b
             py::handle accepted, py::handle out, float lower_bound, float eps) {
   Call call("kda.decode_");
   int64_t sequences = 0;
-  const DecodeParams p = read_tokens(call, {q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state,
-                                           slots, fresh, num_tokens, out, lower_bound, eps}, sequences);
-  call.require(sequences == p.tokens, "slots must have one entry a token, " + std::to_string(p.tokens) + ", got " +
-                                          std::to_string(sequences));
+  const DecodeParams p = read_tokens(call,
+                                     {q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state,
+                                      slots, fresh, num_tokens, out, lower_bound, eps},
+                                     sequences);
+  call.require(sequences == p.tokens,
+               "slots must have one entry a token, " + std::to_string(p.tokens) + ", got " + std::to_string(sequences));
   call.require(records.is_none() == accepted.is_none(), "records and accepted go together");
   if (p.tokens == 0) return;
   if (records.is_none()) return launch_decode(p, call.stream());
@@ -128,15 +130,17 @@ void verify(py::handle q, py::handle k, py::handle v, py::handle f, py::handle b
   Call call("kda.verify");
   int64_t sequences = 0;
   RunParams r = {};
-  r.token = read_tokens(call, {q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state, slots, fresh,
-                               num_tokens, out, lower_bound, eps}, sequences);
+  r.token = read_tokens(call,
+                        {q, k, v, f, beta, gate, conv_weight, a_log, dt_bias, o_norm, state, conv_state, slots, fresh,
+                         num_tokens, out, lower_bound, eps},
+                        sequences);
   r.cu_seqlens = indices(call.tensor("cu_seqlens", cu_seqlens), sequences + 1);
   read_records(call, records, r);
   if (const Tensor count = call.optional("accepted", accepted)) r.accepted = indices(count, sequences);
   r.sequences = static_cast<int32_t>(sequences);
-  call.require(r.token.tokens <= sequences * r.run,
-               "records hold runs of " + std::to_string(r.run) + " tokens, too short for " +
-                   std::to_string(r.token.tokens) + " tokens of " + std::to_string(sequences) + " sequences");
+  call.require(r.token.tokens <= sequences * r.run, "records hold runs of " + std::to_string(r.run) +
+                                                        " tokens, too short for " + std::to_string(r.token.tokens) +
+                                                        " tokens of " + std::to_string(sequences) + " sequences");
   if (sequences > 0) launch_run(r, call.stream());
 }
 

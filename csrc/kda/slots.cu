@@ -1,6 +1,5 @@
-#include "slots.cuh"
-
 #include "../common/launch.h"
+#include "slots.cuh"
 
 namespace kimi::kda {
 
