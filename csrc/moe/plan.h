@@ -23,11 +23,13 @@ struct Problem {
 // Sizes of pieces that the GEMMs are built for.
 enum class TileClass : int { kSmall = 0, kMedium = 1, kLarge = 2 };
 
-// The most rows of a piece. FP8 weights x BF16 keeps fp32 parts and sums and twice the weight registers: 160 would
+// The most rows of a piece. FP8 weights x BF16 keeps fp32 parts and sums and twice the weight registers: more would
 // spill.
 constexpr int piece_rows(TileClass tiles, WeightFormat format, Activation activation) {
-  if (tiles != TileClass::kLarge) return tiles == TileClass::kSmall ? 16 : 32;
-  return format == WeightFormat::kFp8 && activation == Activation::kBf16 ? 128 : 160;
+  const bool crowded = format == WeightFormat::kFp8 && activation == Activation::kBf16;
+  if (tiles == TileClass::kSmall) return 16;
+  if (tiles == TileClass::kMedium) return crowded ? 24 : 32;
+  return crowded ? 128 : 160;
 }
 
 struct Choice {

@@ -41,7 +41,11 @@ void launch_class(const GemmParams& params, TileClass tiles, int64_t max_items, 
     case TileClass::kSmall:
       return launch_ladder<kFormat, kActivation, kGemm, 2, 8, 16>(params, max_items, stream);
     case TileClass::kMedium:
-      return launch_ladder<kFormat, kActivation, kGemm, 2, 8, 16, 24, 32>(params, max_items, stream);
+      if constexpr (piece_rows(TileClass::kMedium, kFormat, kActivation) == 24) {
+        return launch_ladder<kFormat, kActivation, kGemm, 2, 8, 16, 24>(params, max_items, stream);
+      } else {
+        return launch_ladder<kFormat, kActivation, kGemm, 2, 8, 16, 24, 32>(params, max_items, stream);
+      }
     case TileClass::kLarge:
       if constexpr (piece_rows(TileClass::kLarge, kFormat, kActivation) == 128) {
         return launch_ladder<kFormat, kActivation, kGemm, 1, 32, 64, 96, 128>(params, max_items, stream);
