@@ -9,13 +9,10 @@
 namespace kimi::ptx {
 
 // ---- programmatic dependent launch -----------------------------------------------------------------------------
-// wait: returns once every kernel before this one on the stream has finished and its writes are visible. Every kernel
-// calls it, before its first read of another kernel's output and before its first global write: a kernel that skipped
-// it would let its own successor overtake its predecessor.
-__device__ __forceinline__ void pdl_wait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+// Delay injection for the race tests (a build of its own): the last block of each grid is late, after its wait and
+// after its trigger, so that the next kernel runs beside a block that still works.
+__device__ __forceinline__ void delay_last_block() {
 #ifdef KIMI_PDL_DELAY_NS
-  // Delay injection for the race tests: the last block of each grid starts its work late.
   if (blockIdx.x == gridDim.x - 1) {
     uint64_t start, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -26,10 +23,22 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// trigger: lets the next kernel start its prologue, once every block has called it or ended. Never before wait. Results
-// do not depend on where it stands, since wait is for whole kernels; time does: the next kernel's blocks take room and
-// issue slots, but while they start and prefetch, this one's last blocks finish.
-__device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// wait: returns once every kernel before this one on the stream has finished and its writes are visible. Every kernel
+// calls it, before its first read of another kernel's output and before its first global write: a kernel that skipped
+// it would let its own successor overtake its predecessor.
+__device__ __forceinline__ void pdl_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  delay_last_block();
+}
+
+// trigger: lets the next kernel start its prologue, once every block has called it or ended. Results do not depend on
+// where it stands, since wait is for whole kernels; time does: the next kernel's blocks take room and issue slots, but
+// while they start and prefetch, this one's last blocks finish. It stands before wait only where the next kernel reads
+// nothing before its own wait that this kernel's predecessor writes.
+__device__ __forceinline__ void pdl_trigger() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  delay_last_block();
+}
 
 // ---- shared memory addresses and mbarriers -----------------------------------------------------------------------
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
