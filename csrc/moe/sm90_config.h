@@ -46,9 +46,6 @@ struct GemmConfig {
   // and decodes while the other multiplies.
   static constexpr bool kTakeTurns = kCtas == 1 && kSumBlocks < 2;
 
-  // A block's products stay in flight while the next block's are issued.
-  static constexpr bool kDefer = kSumBlocks > 1;
-
   // BF16 weights take twice the registers, and ptxas spills some of them whatever N is when there are two sets.
   static constexpr Decode decode(int rows) {
     if (!kFp8 || kCtas > 2) return Decode::kAfterwards;

@@ -131,17 +131,12 @@ __device__ __forceinline__ int sum_step(Pipeline<Config>& pipe, int& stage, uint
     wgmma_fence();
     multiply<Config, kN, 0, 4>(part, j % 2 ? b : a, descriptor_of(pipe.at(stage)), padded, j == 0);
     wgmma_commit();
-    if (Config::kDefer && j > 0) {
+    if (j > 0) {
       wgmma_wait<1>();
       pipe.release(last, place.lane);
     }
     prepare<Config, kDecode>(pipe, table, place, left - j, j % 2 ? a : b, packed);
     last = stage;
-    if constexpr (!Config::kDefer) {
-      wgmma_wait<0>();
-      pin(part);
-      if (j < kBlocks - 1 && left > j) pipe.release(last, place.lane);
-    }
     if (++stage == Config::kStages) stage = 0;
   }
   wgmma_wait<0>();

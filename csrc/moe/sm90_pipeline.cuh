@@ -33,10 +33,6 @@ __device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
-__device__ __forceinline__ void prefetch_l1(const void* global) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(global));
-}
-
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}\n" ::

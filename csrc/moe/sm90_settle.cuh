@@ -30,6 +30,8 @@ __device__ __forceinline__ uint32_t scale_e4m3(uint32_t codes, __half2 factor) {
 
 __global__ void __launch_bounds__(kSettleThreads) settle_kernel(const __grid_constant__ SettleParams p) {
   constexpr int kBatch = 6;
+  // Before the wait: until its own wait the second product reads weights and the work list only, and both were there
+  // when the first product let this kernel start.
   ptx::pdl_trigger();
   ptx::pdl_wait();
   const int tiles = *p.work.num_tiles, groups = hidden_groups(p.k_blocks), chunks = 8 * p.k_blocks;
