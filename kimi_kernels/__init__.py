@@ -1,6 +1,9 @@
 """Operations of Kimi K3, one public function each: CUDA kernels, with a plain-torch reference for the CPU.
 
 Families are loaded on first use; importing the package touches neither CUDA nor the compiled module.
+
+On CUDA an operation starts while the one before it on the stream still ends (programmatic dependent launch). Inputs and
+states wait for that; weights and biases do not: after writing one, synchronise before the next call that reads it.
 """
 
 from __future__ import annotations
