@@ -88,7 +88,7 @@ def records(
     slots: torch.Tensor,
 ) -> None:
     if records is not None:
-        shape = (state.shape[0], None, heads, reference.RECORD_ROWS, DIM)
+        shape = (state.shape[0], heads, reference.RECORD_ROWS, None, DIM)
         check.tensor("records", records, shape, check.F32, like=state)
     if accepted is not None:
         check.tensor("accepted", accepted, slots.shape, check.INT32, like=state)

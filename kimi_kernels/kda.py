@@ -52,11 +52,11 @@ def plan(heads: int, lengths: Sequence[int]) -> PrefillPlan:
 def record_shape(heads: int, run: int) -> tuple[int, ...]:
     """Shape of one slot's records of a run of up to ``run`` tokens: a pool is f32 [slots, *record_shape(heads, run)].
 
-    [run, heads, 6, 128]: decay, normalised k, beta-weighted error, and the raw q, k, v before the convolution.
+    [heads, 6, run, 128]: decay, normalised k, beta-weighted error, and the raw q, k, v before the convolution.
     """
     check.require(heads >= 1, "heads", "at least 1", heads)
     check.require(1 <= run <= MAX_RUN, "run", f"1 to {MAX_RUN}", run)
-    return (run, heads, reference.RECORD_ROWS, DIM)
+    return (heads, reference.RECORD_ROWS, run, DIM)
 
 
 def decode_(
@@ -161,7 +161,8 @@ def verify(
         records = torch.zeros((state.shape[0], *record_shape(x.heads, MAX_RUN)), device=q.device)
     check_kda.records(x.heads, state, records, accepted, slots)
     longest = max(lengths, default=0)
-    check.require(longest <= records.shape[1], "cu_seqlens", f"runs of at most {records.shape[1]} tokens", longest)
+    held = records.shape[3]
+    check.require(longest <= held, "cu_seqlens", f"runs of at most {held} tokens", longest)
     out = reference.verify(x, state, conv_state, slots, cu_seqlens, fresh, num_tokens, records, accepted)
     return out, records
 

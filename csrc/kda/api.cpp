@@ -87,16 +87,16 @@ DecodeParams read_tokens(Call& call, const TokenArgs& a, int64_t& sequences) {
   return p;
 }
 
-// records [slots, run, heads, 6, 128] f32
+// records [slots, heads, 6, run, 128] f32
 void read_records(Call& call, py::handle arg, RunParams& r) {
   const Tensor records = call.tensor("records", arg).is({DType::kF32}).rank(5);
-  records.sizes({r.token.num_slots, kAny, r.token.heads, kRecordRows, kHeadDim}).inner_contiguous(4).aligned(16);
+  records.sizes({r.token.num_slots, r.token.heads, kRecordRows, kAny, kHeadDim}).inner_contiguous(4).aligned(16);
   call.require(
-      records.shape[1] >= 1 && records.shape[1] <= kMaxRun,
-      "records must hold runs of 1 to " + std::to_string(kMaxRun) + " tokens, got " + std::to_string(records.shape[1]));
+      records.shape[3] >= 1 && records.shape[3] <= kMaxRun,
+      "records must hold runs of 1 to " + std::to_string(kMaxRun) + " tokens, got " + std::to_string(records.shape[3]));
   r.records = records.as<float>();
   r.record_slot_stride = records.stride[0];
-  r.run = static_cast<int32_t>(records.shape[1]);
+  r.run = static_cast<int32_t>(records.shape[3]);
 }
 
 void decode(py::handle q, py::handle k, py::handle v, py::handle f, py::handle beta, py::handle gate,

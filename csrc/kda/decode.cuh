@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
     if (piece.convolves()) {
       value = convolve(c, old[pass][0], old[pass][1], old[pass][2], now[pass]);
     } else if (piece.decays()) {
-      value = decay_of(now[pass], c.x, c.y, p.lower_bound);
+      value = decay_of(__bfloat162float(now[pass]), c.x, c.y, p.lower_bound);
     }
     piece.send(value, shared.inputs, &shared.inputs_barrier, at);
   }

@@ -52,34 +52,45 @@ struct DecodeShared {
   uint64_t inputs_barrier, partials_barrier;      // count the bytes of both
 };
 
-// Runs: a cluster of two blocks holds one head of one sequence, each half of its value rows.
-constexpr int kRunThreads = 128, kRunRows = kHeadDim / 2;
+// Runs: a cluster of one or two blocks holds one head of one sequence, each its part of the value rows, a warp 16 of
+// them.
+template <int kCluster_>
+struct RunConfig {
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kRows = kHeadDim / kCluster;  // of a block
+  static constexpr int kThreads = 2 * kRows;
+  static constexpr int kBlocksPerSm = kCluster == 1 ? 2 : 3;  // as many as shared memory has room for
+  static constexpr int kMixed = 2 / kCluster;                 // of q and k, those whose convolution a block makes
+  static_assert(kCluster == 1 || kCluster == 2);
+};
 
+// The kernel's loop over tokens relies on the order: k and decay are one and two arrays behind q, error and o behind v.
+template <class Config>
 struct RunShared {
-  struct Record {
-    alignas(16) float decay[kHeadDim];
-    float k[kHeadDim];
-    float delta[kRunRows];
+  alignas(128) float q[kMaxRun][kHeadDim];  // convolved, then scaled in place; k too
+  float k[kMaxRun][kHeadDim];
+  float decay[kMaxRun][kHeadDim];
+  float v[kMaxRun][Config::kRows];
+  struct Inputs {  // of this block: q, k or both, its rows of v and the same channels of the forget gate
+    __nv_bfloat16 mixed[Config::kMixed][kMaxRun][kHeadDim], v[kMaxRun][Config::kRows], f[kMaxRun][Config::kRows];
   };
-  struct Token {
-    alignas(16) float q[kHeadDim];  // convolved, then scaled in place; k too
-    float k[kHeadDim];
-    float decay[kHeadDim];
-    float v[kRunRows];
-    float error[kRunRows];  // beta-weighted
-    float o[kRunRows];
-    __nv_bfloat16 gate[kRunRows];
-    float sum_squares[8];  // of the four pieces of q, then of k
-    float beta;            // after the sigmoid
-    float kq;
-    float squares;  // of o, from the other block
+  struct Results {  // of its rows; the error is weighted with beta
+    float error[kMaxRun][Config::kRows], o[kMaxRun][Config::kRows];
   };
   union {
-    Record committed[kMaxRun];                       // the last run's records, as far as they are accepted,
-    alignas(128) float leaving[kRunRows][kHeadDim];  // then the state on its way to memory
+    Inputs raw;
+    Results result;  // after the convolutions
   };
-  Token tokens[kMaxRun];
-  uint64_t channels_barrier, squares_barrier;  // count the bytes from the other block
+  __nv_bfloat16 gate[kMaxRun][Config::kRows];
+  float norm_weight[Config::kRows];
+  float sum_squares[kMaxRun][8];  // of the four pieces of q, then of k
+  struct alignas(8) {
+    float beta, kq;  // beta after the sigmoid
+  } scalars[kMaxRun];
+  float squares[kMaxRun];                                     // of o, from the other block
+  uint64_t channels_barrier, squares_barrier, loads_barrier;  // count bytes, the first two those of the other block
+  alignas(128) float last[3][kMaxRun][kHeadDim];      // decay, k and errors of the last run, as far as it is accepted
+  alignas(128) float state[Config::kRows][kHeadDim];  // on its way from memory, and back to it
 };
 
 }  // namespace kimi::kda

@@ -47,7 +47,7 @@ constexpr int kRecordRows = 6;  // of 128 floats: decay, normalised k, beta-weig
 struct RunParams {
   DecodeParams token;
   const int32_t* cu_seqlens;  // [sequences + 1], or null: sequence i is token i (none when token.tokens is 0)
-  float* records;             // [slots, run, heads, 6, 128], contiguous within a slot
+  float* records;             // [slots, heads, 6, run, 128], contiguous within a slot
   int64_t record_slot_stride;
   const int32_t* accepted;  // [sequences] or null: tokens of the slot's last run to commit first
   int32_t sequences, run;

@@ -68,18 +68,21 @@ __device__ __forceinline__ float sum_partials(const float* partials, int lane) {
 __device__ __forceinline__ float precise_sigmoid(float x) { return reciprocal_approx(__fadd_rn(1.f, expf(-x))); }
 
 // SiLU of one channel's convolution, not rounded. Raw rows, oldest first.
+__device__ __forceinline__ float convolve(float4 weight, float x0, float x1, float x2, float x3) {
+  float sum = __fmul_rn(weight.x, x0);
+  sum = __fmaf_rn(weight.y, x1, sum);
+  sum = __fmaf_rn(weight.z, x2, sum);
+  sum = __fmaf_rn(weight.w, x3, sum);
+  return __fmul_rn(sum, precise_sigmoid(sum));
+}
 __device__ __forceinline__ float convolve(float4 weight, __nv_bfloat16 x0, __nv_bfloat16 x1, __nv_bfloat16 x2,
                                           __nv_bfloat16 x3) {
-  float sum = __fmul_rn(weight.x, __bfloat162float(x0));
-  sum = __fmaf_rn(weight.y, __bfloat162float(x1), sum);
-  sum = __fmaf_rn(weight.z, __bfloat162float(x2), sum);
-  sum = __fmaf_rn(weight.w, __bfloat162float(x3), sum);
-  return __fmul_rn(sum, precise_sigmoid(sum));
+  return convolve(weight, __bfloat162float(x0), __bfloat162float(x1), __bfloat162float(x2), __bfloat162float(x3));
 }
 
 // e^g of one key channel, g = lower_bound * sigmoid(e^a_log * (f + dt_bias)).
-__device__ __forceinline__ float decay_of(__nv_bfloat16 f, float a_log, float dt_bias, float lower_bound) {
-  const float x = __fmul_rn(expf(a_log), __fadd_rn(__bfloat162float(f), dt_bias));
+__device__ __forceinline__ float decay_of(float f, float a_log, float dt_bias, float lower_bound) {
+  const float x = __fmul_rn(expf(a_log), __fadd_rn(f, dt_bias));
   return expf(__fmul_rn(lower_bound, precise_sigmoid(x)));
 }
 

@@ -5,16 +5,35 @@
 #include "verify.cuh"
 
 namespace kimi::kda {
+namespace {
 
-void launch_run(const RunParams& params, cudaStream_t stream) {
-  const dim3 grid = decode_grid(params.sequences, params.token.heads * 2);
+template <int kCluster>
+void launch_as(const RunParams& params, cudaStream_t stream) {
+  using Config = RunConfig<kCluster>;
+  const dim3 grid = decode_grid(params.sequences, params.token.heads * kCluster);
   // Few blocks are spread evenly over the SMs: each asks for so much shared memory that no SM takes more than its
-  // share, where it could take four and leave others with two. An SM has 228 KiB, of which a block takes one unseen.
-  constexpr int kMostBlocks = 4, kSharedOfSm = 228 * 1024, kReserved = 1024;
+  // share. An SM has 228 KiB, of which a block takes one unseen.
+  constexpr int kSharedOfSm = 228 * 1024, kReserved = 1024;
   const int64_t share = ceil_div<int64_t>(int64_t{grid.x} * grid.y * grid.z, sm_count());
-  size_t shared_bytes = sizeof(RunShared);
-  if (share > 0 && share < kMostBlocks) shared_bytes = std::max<size_t>(shared_bytes, kSharedOfSm / share - kReserved);
-  launch(run_kernel, LaunchShape{grid, dim3(kRunThreads), shared_bytes, 2}, stream, params);
+  size_t shared_bytes = sizeof(RunShared<Config>);
+  if (share > 0 && share < Config::kBlocksPerSm) {
+    shared_bytes = std::max<size_t>(shared_bytes, kSharedOfSm / share - kReserved);
+  }
+  launch(run_kernel<Config>, LaunchShape{grid, dim3(Config::kThreads), shared_bytes, kCluster}, stream, params);
+}
+
+}  // namespace
+
+// Measured at the sizes of docs/kernels/kda_decode.md. Half heads spread few heads evenly over the SMs. Whole heads
+// exchange nothing, and an SM holds four times 32 KiB of states, not three; from two full waves of half heads on they
+// win.
+void launch_run(const RunParams& params, cudaStream_t stream) {
+  const int64_t heads = int64_t{params.sequences} * params.token.heads;
+  if (heads <= 3 * sm_count()) {
+    launch_as<2>(params, stream);
+  } else {
+    launch_as<1>(params, stream);
+  }
 }
 
 }  // namespace kimi::kda

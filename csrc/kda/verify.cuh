@@ -6,225 +6,56 @@
 // instead of a warp, which leaves three exchanges a sum instead of five, for eight sums at once.
 #pragma once
 
-#include "../common/math.h"
-#include "decode_config.h"
-#include "step.cuh"
+#include <cstddef>
+
+#include "verify_parts.cuh"
 
 namespace kimi::kda {
 
-// What one sequence does in this launch.
-struct RunPlan {
-  int slot, first, count, accepted;  // the run's tokens, and how many of the last run's go in before
-  bool fresh;
-};
-
-// Cuts the run at num_tokens and at what a record holds, and answers the rows that get no token: 0, or NaN beyond the
-// longest run that records can hold, a caller's error made visible. A skipped sequence has neither tokens nor a commit.
-__device__ __forceinline__ RunPlan plan_run(const RunParams& r, int head, int sequence) {
-  const DecodeParams& p = r.token;
-  // All loads first, none waits for another.
-  const int slot = __ldcg(p.slots + sequence);
-  const bool fresh = p.fresh != nullptr && p.fresh[sequence];
-  const int num_tokens = p.num_tokens == nullptr ? p.tokens : __ldcg(p.num_tokens);
-  const int accepted = r.accepted == nullptr ? 0 : __ldcg(r.accepted + sequence);
-  int first = 0, last = 0;
-  if (r.cu_seqlens != nullptr) {
-    first = __ldcg(r.cu_seqlens + sequence);
-    last = __ldcg(r.cu_seqlens + sequence + 1);
-  } else if (p.tokens > 0) {
-    first = sequence, last = sequence + 1;
-  }
-  const int live = min(p.tokens, num_tokens), longest = min(r.run, kMaxRun);
-  const bool skipped = slot <= 0 || slot >= p.num_slots;
-  RunPlan plan = {slot, first, 0, 0, fresh};
-  if (!skipped) {
-    plan.count = max(min(min(last, live) - first, longest), 0);
-    // A fresh slot has no last run, and a padded row of decode commits nothing.
-    const bool padded = r.cu_seqlens == nullptr && p.tokens > 0 && plan.count == 0;
-    if (!fresh && !padded) plan.accepted = max(min(accepted, longest), 0);
-  }
-  const int end = sequence == r.sequences - 1 ? p.tokens : min(last, p.tokens);
-#pragma unroll 1
-  for (int token = first + plan.count; token < end; ++token) {
-    const bool lost = !skipped && token < min(last, live);
-    const __nv_bfloat16 value = __float2bfloat16_rn(lost ? __int_as_float(0x7fffffff) : 0.f);
-    __nv_bfloat16* const out = p.out + (int64_t{token} * p.heads + head) * kHeadDim;
-    if (threadIdx.x < 64) out[threadIdx.x] = out[threadIdx.x + 64] = value;  // the same in every block of a cluster
-  }
-  return plan;
-}
-
-// A warp's 16 value rows in registers. Lane 8 * g + j holds, of rows 4 * i + g, the columns 4 * j .. + 3 of each
-// quarter row: what lanes j, j + 8, j + 16 and j + 24 hold in decode, so that its tree of a sum needs no exchange for
-// two levels.
-struct RunRows {
-  static constexpr int kRows = 4, kQuarters = 4;
-  float4 state[kRows][kQuarters];
-  int lane, first_row;  // within the block
-
-  __device__ __forceinline__ RunRows(int warp, int lane) : lane(lane), first_row(warp * 16 + lane / 8) {}
-
-  __device__ __forceinline__ int column(int quarter) const { return quarter * 32 + lane % 8 * 4; }
-  // After a sum over rows of both kinds of dots: of this row, in lanes j and j + 4 alike.
-  __device__ __forceinline__ int my_row() const { return first_row + 4 * (lane % 4); }
-  __device__ __forceinline__ int owner(int row) const { return (lane & 24) + row; }
-
-  // The block's rows; null: zero.
-  __device__ __forceinline__ void load(const float* block_rows) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int m = 0; m < kQuarters; ++m) {
-        const float* const place = block_rows + (first_row + 4 * i) * kHeadDim + column(m);
-        state[i][m] = block_rows == nullptr ? float4{} : __ldcg(reinterpret_cast<const float4*>(place));
-      }
-    }
-  }
-  // By way of shared memory and one asynchronous copy a warp: 16 plain stores a thread would hold up the loads of the
-  // run that follows. Before the block ends, wait_stored.
-  __device__ __forceinline__ void store(float* block_rows, float (*staging)[kHeadDim]) const {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int m = 0; m < kQuarters; ++m) {
-        *reinterpret_cast<float4*>(&staging[first_row + 4 * i][column(m)]) = state[i][m];
-      }
-    }
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::bulk_store(block_rows + first_row * kHeadDim, staging[first_row], 16 * kHeadDim * sizeof(float));
-      ptx::bulk_commit();
-    }
-  }
-  static __device__ __forceinline__ void wait_stored() { ptx::bulk_wait<0, true>(); }
-
-  __device__ __forceinline__ void decay_by(const float* decay) {
-#pragma unroll
-    for (int m = 0; m < kQuarters; ++m) {
-      const float4 d = *reinterpret_cast<const float4*>(decay + column(m));
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) state[i][m] = decayed(state[i][m], d);
-    }
-  }
-  __device__ __forceinline__ void correct_by(const float (&delta)[kRows], const float* k) {
-#pragma unroll
-    for (int m = 0; m < kQuarters; ++m) {
-      const float4 x = *reinterpret_cast<const float4*>(k + column(m));
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) state[i][m] = corrected(state[i][m], delta[i], x);
-    }
-  }
-  // This lane's share of the dots of its rows with x: the levels 16 and 8 of the tree.
-  __device__ __forceinline__ void share(const float* x, float (&sums)[kRows]) const {
-    float parts[kRows][kQuarters];
-#pragma unroll
-    for (int m = 0; m < kQuarters; ++m) {
-      const float4 y = *reinterpret_cast<const float4*>(x + column(m));
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) parts[i][m] = dot4(state[i][m], y);
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      sums[i] = __fadd_rn(__fadd_rn(parts[i][0], parts[i][2]), __fadd_rn(parts[i][1], parts[i][3]));
-    }
-  }
-  // The dots of my_row with k and q. The upper four lanes of eight take both the other way round, so that a lane keeps
-  // the first four of its sums and hands over the others, whichever it is: the level 4 of the tree. The rest is shared
-  // out.
-  __device__ __forceinline__ float2 dots(const float* k, const float* q) const {
-    const bool upper = lane & 4;
-    float first[kRows], second[kRows];
-    share(upper ? q : k, first);
-    share(upper ? k : q, second);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) first[i] = __fadd_rn(first[i], __shfl_xor_sync(kFullWarp, second[i], 4));
-    const float mine = transposing_sum<kRows, 2>(first, lane), other = __shfl_xor_sync(kFullWarp, mine, 4);
-    return upper ? float2{other, mine} : float2{mine, other};
-  }
-};
-
-// Before the recurrence each warp makes 32 channels, one a lane, of q or k (pass 0), and 32 of v or of the forget gate
-// (pass 1). The first block makes q, the second k, and each its own rows of v and the same channels of the gate.
-struct RunPiece {
-  int part, channel;  // 0 q, 1 k, 2 v, 3 forget gate; the channel is within the head
-
-  __device__ __forceinline__ RunPiece(int pass, int rank, int warp, int lane)
-      : part(pass == 0 ? rank : 2 + warp / 2), channel((pass == 0 ? warp : 2 * rank + warp % 2) * 32 + lane) {
-    asm("" : "+r"(part), "+r"(channel));  // else the compiler works them out again for every token
-  }
-  __device__ __forceinline__ int64_t stride(const DecodeParams& p) const {
-    return part == 0 ? p.q_stride : part == 1 ? p.k_stride : part == 2 ? p.v_stride : p.f_stride;
-  }
-  __device__ __forceinline__ const __nv_bfloat16* source(const DecodeParams& p, int64_t token, int head) const {
-    const __nv_bfloat16* rows = part == 0 ? p.q : part == 1 ? p.k : part == 2 ? p.v : p.f;
-    return rows + token * stride(p) + head * kHeadDim + channel;
-  }
-  // The four taps; a decay's a_log and dt_bias.
-  __device__ __forceinline__ float4 constants(const DecodeParams& p, int head) const {
-    const int column = head * kHeadDim + channel;
-    if (part < 3) return __ldg(reinterpret_cast<const float4*>(p.conv_weight) + part * p.heads * kHeadDim + column);
-    return {__ldg(p.a_log + head), __ldg(p.dt_bias + column), 0.f, 0.f};
-  }
-  __device__ __forceinline__ const float* place(const RunShared::Token& token) const {
-    return part == 0   ? token.q + channel
-           : part == 1 ? token.k + channel
-           : part == 2 ? token.v + channel % kRunRows
-                       : token.decay + channel;
-  }
-};
-
-// One channel of the first `count` rows.
-template <int kMost>
-__device__ __forceinline__ void load_rows(const __nv_bfloat16* source, int64_t stride, int count,
-                                          __nv_bfloat16 (&values)[kMost]) {
-  const char* place = reinterpret_cast<const char*>(source);  // in bytes: no shift of a 64-bit offset for every row
-#pragma unroll
-  for (int i = 0; i < kMost; ++i, place += stride * sizeof(__nv_bfloat16)) {
-    if (i < count) values[i] = *reinterpret_cast<const __nv_bfloat16*>(place);
-  }
-}
-
-// What both blocks of a head need. A remote store counts its bytes on the receiver's barrier.
+// What the blocks of a head need of each other. A remote store counts its bytes on a barrier of the receiver.
+template <class Config>
 struct Exchange {
-  RunShared& shared;
-  uint32_t there;  // from an address here to that in the other block
+  uint32_t there, channels_barrier;  // from an address here to that in the other block; the barrier there
 
-  __device__ __forceinline__ Exchange(RunShared& shared, int rank)
-      : shared(shared), there(ptx::cluster_address(&shared, rank ^ 1) - ptx::smem_address(&shared)) {}
-
-  __device__ __forceinline__ void send(uint32_t place, float value, const uint64_t* barrier) const {
-    ptx::cluster_store_async(there + place, value, there + ptx::smem_address(barrier));
+  __device__ __forceinline__ Exchange(RunShared<Config>& shared, int rank) : there(0), channels_barrier(0) {
+    if constexpr (Config::kCluster > 1) {
+      there = ptx::cluster_address(&shared, rank ^ 1) - ptx::smem_address(&shared);
+      channels_barrier = there + ptx::smem_address(&shared.channels_barrier);
+      asm("" : "+r"(there), "+r"(channels_barrier));  // kept, not made again for every token
+    }
   }
-  // To the same place in both blocks, before the recurrence.
-  __device__ __forceinline__ void put(uint32_t place, float value) const {
-    ptx::shared_store(place, value);
-    send(place, value, &shared.channels_barrier);
+  // To the same place in every block, before the recurrence.
+  __device__ __forceinline__ void put(uint32_t here, float value) const {
+    ptx::shared_store(here, value);
+    if constexpr (Config::kCluster > 1) ptx::cluster_store_async(there + here, value, channels_barrier);
   }
 };
 
-constexpr unsigned kGuessedBlocks = 528;  // four on each of an H200's 132 SMs
+constexpr unsigned kGuessedBlocks = 528;
 
-__global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_constant__ RunParams r) {
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    run_kernel(const __grid_constant__ RunParams r) {
+  constexpr int kCluster = Config::kCluster, kBlockRows = Config::kRows, kThreads = Config::kThreads;
+  constexpr uint32_t kRowBytes = kHeadDim * sizeof(float), kStateBytes = kBlockRows * kRowBytes;
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
-  RunShared& shared = *reinterpret_cast<RunShared*>(dynamic_shared);
+  RunShared<Config>& shared = *reinterpret_cast<RunShared<Config>*>(dynamic_shared);
 
   const DecodeParams& p = r.token;
   const int sequence = blockIdx.z * gridDim.y + blockIdx.y;
   if (sequence >= r.sequences) return;  // a corner of the grid
-  const int head = blockIdx.x / 2, rank = blockIdx.x % 2, block_row = rank * kRunRows;
+  const int head = blockIdx.x / kCluster, rank = blockIdx.x % kCluster, block_row = rank * kBlockRows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = p.heads * kHeadDim;
-  const RunPiece pieces[2] = {{0, rank, warp, lane}, {1, rank, warp, lane}};
+  const RunPiece<Config> pieces[2] = {{0, rank, warp, lane}, {1, rank, warp, lane}};
   float4 constants[2] = {};
   if (p.tokens > 0) constants[0] = pieces[0].constants(p, head), constants[1] = pieces[1].constants(p, head);
+  const int64_t state_offset = (int64_t{head} * kHeadDim + block_row) * kHeadDim;
   // Few heads, all of whose blocks may be here before the producer is done: their states come into L2 meanwhile, by the
   // slot that stands in the list. A stale one is harmless: it names a row of the pool.
   if (gridDim.x * gridDim.y <= kGuessedBlocks && threadIdx.x == 0) {
     const int slot = *static_cast<const volatile int32_t*>(p.slots + sequence);
     if (slot > 0 && slot < p.num_slots) {
-      const int64_t first_row = int64_t{head} * kHeadDim + block_row;
-      ptx::prefetch_l2(p.state + slot * p.state_slot_stride + first_row * kHeadDim,
-                       kRunRows * kHeadDim * sizeof(float));
+      ptx::prefetch_l2(p.state + slot * p.state_slot_stride + state_offset, kStateBytes);
     }
   }
 
@@ -233,174 +64,217 @@ __global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_consta
   const RunPlan plan = plan_run(r, head, sequence);
   const int count = plan.count, accepted = plan.accepted;
   if (count == 0 && accepted == 0) return;
-  // The other block sends, for each token, q or k, half of the decays, four sums, and later its sum of squares.
-  const Exchange exchange(shared, rank);
-  open_exchange<2>(&shared.channels_barrier, count * (kHeadDim + kHeadDim / 2 + 4) * sizeof(float),
-                   &shared.squares_barrier, count * sizeof(float));
-  __nv_bfloat16* const conv_rows = p.conv_state + plan.slot * p.conv_slot_stride + head * kHeadDim;
-  // Row 0 of token 0's record; the next token's is a stride further.
-  float* const records =
-      r.records == nullptr ? nullptr : r.records + plan.slot * r.record_slot_stride + head * kRecordRows * kHeadDim;
-  const int record_stride = p.heads * kRecordRows * kHeadDim;
-  float* const state = p.state + plan.slot * p.state_slot_stride + (int64_t{head} * kHeadDim + block_row) * kHeadDim;
 
-  // ---- Everything is asked for at once, what is needed first before what is large. Raw rows of this run, and the
-  // window before it: the three newest rows that are committed, of the convolution state or of the last run's records.
-  __nv_bfloat16 raw_beta = {}, raw[2][kMaxRun] = {}, window[2][3] = {}, gates[ceil_div(kMaxRun, 2)] = {};
-  if (threadIdx.x < count) raw_beta = p.beta[(plan.first + threadIdx.x) * p.beta_stride + head];
-#pragma unroll
-  for (int pass = 0; pass < 2; ++pass) {
-    const RunPiece& piece = pieces[pass];
-    load_rows(piece.source(p, plan.first, head), piece.stride(p), count, raw[pass]);
-    if (piece.part == 3 || plan.fresh) continue;
-    const __nv_bfloat16* place = conv_rows + (accepted * 3 + piece.part) * width + piece.channel;
-    // A record's raw rows are bf16 widened to float: the upper half.
-    const float* record = records + (accepted - 3) * record_stride + (3 + piece.part) * kHeadDim + piece.channel;
-#pragma unroll
-    for (int row = 0; row < 3; ++row, place += 3 * width, record += record_stride) {
-      window[pass][row] = accepted + row < 3 ? *place : reinterpret_cast<const __nv_bfloat16*>(record)[1];
-    }
+  // Barriers count bytes: what the other block sends of each token before the recurrence (q or k, half of the decays,
+  // four sums) and after it (a sum of squares), and what is copied from memory: the last run's records, and the state.
+  const uint32_t loaded_bytes = accepted * 3 * kRowBytes + (plan.fresh ? 0 : kStateBytes);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&shared.channels_barrier, 1);
+    ptx::mbarrier_init(&shared.squares_barrier, 1);
+    ptx::mbarrier_init(&shared.loads_barrier, 1);
+    ptx::mbarrier_init_fence();
   }
-  // The output gate of this block's rows, every other token a thread.
-  const int gate_token = threadIdx.x / kRunRows, gate_row = threadIdx.x % kRunRows;
-  load_rows(p.gate + (plan.first + gate_token) * p.gate_stride + head * kHeadDim + block_row + gate_row,
-            2 * p.gate_stride, (count - gate_token + 1) / 2, gates);
-  // Of the last run's accepted tokens decay, k and the errors of this block's rows.
-  if (threadIdx.x < sizeof(RunShared::Record) / sizeof(float4)) {
-    const float* record = records + 4 * threadIdx.x + (threadIdx.x < kHeadDim / 2 ? 0 : block_row);
-#pragma unroll 1
-    for (int token = 0; token < accepted; ++token, record += record_stride) {
-      ptx::cp_async_16(shared.committed[token].decay + 4 * threadIdx.x, record);
+  __syncthreads();  // for compute-sanitizer, which sees a race between the two halves of this
+  if (threadIdx.x == 0) {
+    if constexpr (kCluster > 1) {
+      ptx::mbarrier_arrive_expect_tx(&shared.channels_barrier, count * (kHeadDim + kHeadDim / 2 + 4) * sizeof(float));
+      ptx::mbarrier_arrive_expect_tx(&shared.squares_barrier, count * sizeof(float));
     }
+    ptx::mbarrier_arrive_expect_tx(&shared.loads_barrier, loaded_bytes);
+  }
+  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
+  const Exchange<Config> exchange(shared, rank);
+
+  __nv_bfloat16* const conv_rows = p.conv_state + plan.slot * p.conv_slot_stride + head * kHeadDim;
+  // A head's records: row by row, each with all tokens of the run.
+  const int record_pitch = r.run * kHeadDim;
+  float* const records =
+      r.records == nullptr ? nullptr : r.records + plan.slot * r.record_slot_stride + head * kRecordRows * record_pitch;
+  float* const state = p.state + plan.slot * p.state_slot_stride + state_offset;
+
+  // ---- What is needed first is asked for first: inputs, and the window before the run, the three newest rows that are
+  // committed, of the convolution state or of the last run's records.
+  __nv_bfloat16 raw_beta = {};
+  float norm_weight = 0.f;
+  if (count > 0) {
+    load_inputs(shared, p, plan.first, count, head, rank);
+    if (threadIdx.x < count) raw_beta = p.beta[(plan.first + threadIdx.x) * p.beta_stride + head];
+    if (threadIdx.x < kBlockRows) norm_weight = p.o_norm[block_row + threadIdx.x];
   }
   ptx::cp_async_commit();
-  if (threadIdx.x == 0 && !plan.fresh) {  // the state: into registers when the convolutions have left them
-    ptx::prefetch_l2(state, kRunRows * kHeadDim * sizeof(float));
+  uint32_t window[2][3] = {};
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const RunPiece<Config>& piece = pieces[pass];
+    if (piece.part == 3 || plan.fresh) continue;
+    const __nv_bfloat16* const place = conv_rows + (accepted * 3 + piece.part) * width + piece.channel;
+    // A record's raw rows are bf16 widened to float: the upper half.
+    const float* const record = records + (3 + piece.part) * record_pitch + (accepted - 3) * kHeadDim + piece.channel;
+#pragma unroll
+    for (int row = 0; row < 3; ++row) {
+      const auto* const committed = reinterpret_cast<const uint16_t*>(place + row * 3 * width);
+      window[pass][row] =
+          accepted + row < 3 ? *committed : reinterpret_cast<const uint16_t*>(record + row * kHeadDim)[1];
+    }
   }
+
+  const bool store_first =
+      !r.keep && (accepted > 0 || (plan.fresh && count > 0));  // a fresh slot is made to hold zeros
+  if (threadIdx.x < count) shared.scalars[threadIdx.x].beta = precise_sigmoid(__bfloat162float(raw_beta));
+  if (threadIdx.x < kBlockRows) shared.norm_weight[threadIdx.x] = norm_weight;
+  ptx::cp_async_wait<0>();
+  if constexpr (kCluster > 1) ptx::cluster_wait();
+  __syncthreads();
+  // Then what is large, and comes while the convolutions are made: the state, and of the last run's accepted tokens
+  // decay, k and errors, the first three rows of the records.
+  if (lane == 0 && warp < 3 && accepted > 0) {
+    ptx::bulk_load(shared.last[warp], records + warp * record_pitch, accepted * kRowBytes, &shared.loads_barrier);
+  }
+  if (threadIdx.x == 96 && !plan.fresh) ptx::bulk_load(shared.state, state, kStateBytes, &shared.loads_barrier);
 
   ptx::pdl_trigger();  // the next kernel's start no longer delays this one's loads
 
   // ---- Convolutions and decays of all tokens; a channel's rows are read and written by one thread.
-  const bool store_first =
-      !r.keep && (accepted > 0 || (plan.fresh && count > 0));  // a fresh slot is made to hold zeros
-  if (threadIdx.x < count) shared.tokens[threadIdx.x].beta = precise_sigmoid(__bfloat162float(raw_beta));
-  ptx::cluster_wait();
 #pragma unroll
   for (int pass = 0; pass < 2; ++pass) {
-    const RunPiece& piece = pieces[pass];
+    const RunPiece<Config>& piece = pieces[pass];
     const float4 c = constants[pass];
-    uint32_t to = ptx::smem_address(piece.place(shared.tokens[0]));
-    asm("" : "+r"(to));
+    const int mixed = kCluster == 1 ? piece.part : 0;
     if (piece.part == 3) {
+      uint32_t here = ptx::smem_address(&shared.decay[0][piece.channel]);
+      asm("" : "+r"(here));
 #pragma unroll
       for (int token = 0; token < kMaxRun; ++token) {
-        if (token >= count) break;
-        exchange.put(to + token * sizeof(RunShared::Token), decay_of(raw[pass][token], c.x, c.y, p.lower_bound));
+        const float f = __bfloat162float(shared.raw.f[token][piece.row]);
+        const float decay = decay_of(f, c.x, c.y, p.lower_bound);
+        if (token < count) exchange.put(here + token * kRowBytes, decay);
       }
       continue;
     }
-    float* record = records + (3 + piece.part) * kHeadDim + piece.channel;
-    float squares[kMaxRun];
-    __nv_bfloat16 x0 = window[pass][0], x1 = window[pass][1], x2 = window[pass][2];
+    const __nv_bfloat16* const raw =
+        pass == 0 ? &shared.raw.mixed[mixed][0][piece.channel] : &shared.raw.v[0][piece.row];
+    if (count > 0) {
+      float* const record = records + (3 + piece.part) * record_pitch + piece.channel;
+      uint32_t here = pass == 0
+                          ? ptx::smem_address(&shared.q[0][piece.channel]) + piece.part * uint32_t{sizeof(shared.q)}
+                          : ptx::smem_address(&shared.v[0][piece.row]);
+      asm("" : "+r"(here));
+      float squares[kMaxRun];
+      float x0 = widened(window[pass][0]), x1 = widened(window[pass][1]), x2 = widened(window[pass][2]);
 #pragma unroll
-    for (int token = 0; token < kMaxRun; ++token) {
-      const float x = convolve(c, x0, x1, x2, raw[pass][token]);
-      x0 = x1, x1 = x2, x2 = raw[pass][token];
-      squares[token] = __fmul_rn(x, x);
-      if (token >= count) continue;
-      if (pass == 0) {
-        exchange.put(to + token * sizeof(RunShared::Token), x);
-      } else {
-        ptx::shared_store(to + token * sizeof(RunShared::Token), x);
+      for (int token = 0; token < kMaxRun; ++token) {
+        const float x3 = __bfloat162float(raw[token * (pass == 0 ? kHeadDim : kBlockRows)]);
+        const float x = convolve(c, x0, x1, x2, x3);
+        x0 = x1, x1 = x2, x2 = x3;
+        squares[token] = __fmul_rn(x, x);
+        if (token < count) {
+          if (pass == 0) {
+            exchange.put(here + token * kRowBytes, x);
+          } else {
+            ptx::shared_store(here + token * kBlockRows * uint32_t{sizeof(float)}, x);
+          }
+          if (!r.keep) record[token * kHeadDim] = x3;
+        }
       }
-      if (!r.keep) *record = __bfloat162float(raw[pass][token]), record += record_stride;
-    }
-    if (pass == 0) {
-      const float sum = warp_sum_many<kMaxRun>(squares);
-      const int token = warp_sum_many_index<kMaxRun>();
-      if (token >= 0 && token < count) {
-        exchange.put(ptx::smem_address(shared.tokens[token].sum_squares + 4 * rank + warp), sum);
+      if (pass == 0) {
+        const float sum = warp_sum_many<kMaxRun>(squares);
+        const int token = warp_sum_many_index<kMaxRun>();
+        if (token >= 0 && token < count) {
+          exchange.put(ptx::smem_address(&shared.sum_squares[token][4 * piece.part + warp % 4]), sum);
+        }
       }
     }
     if (r.keep || store_first) {
       const bool moved = r.keep && count > 0;  // a run that is kept is one token
-      __nv_bfloat16* const columns = conv_rows + piece.part * width + piece.channel;
-      columns[0] = moved ? window[pass][1] : window[pass][0];
-      columns[3 * width] = moved ? window[pass][2] : window[pass][1];
-      columns[6 * width] = moved ? raw[pass][0] : window[pass][2];
+      auto* const columns = reinterpret_cast<uint16_t*>(conv_rows + piece.part * width + piece.channel);
+      columns[0] = static_cast<uint16_t>(moved ? window[pass][1] : window[pass][0]);
+      columns[3 * width] = static_cast<uint16_t>(moved ? window[pass][2] : window[pass][1]);
+      columns[6 * width] = moved ? __bfloat16_as_ushort(*raw) : static_cast<uint16_t>(window[pass][2]);
     }
   }
-#pragma unroll
-  for (int i = 0; i < ceil_div(kMaxRun, 2); ++i) {
-    if (gate_token + 2 * i < count) shared.tokens[gate_token + 2 * i].gate[gate_row] = gates[i];
-  }
-  RunRows rows(warp, lane);
-  rows.load(plan.fresh ? nullptr : state);
-  ptx::cp_async_wait<0>();
   __syncthreads();
-  if (count > 0) ptx::mbarrier_wait(&shared.channels_barrier, 0);
+  if (kCluster > 1 && count > 0) ptx::mbarrier_wait(&shared.channels_barrier, 0);
 
   // ---- q and k to their lengths, and k.q: a token a warp, the turns side by side.
-  constexpr int kTurns = ceil_div(kMaxRun, kRunThreads / 32);
+  constexpr int kTurns = ceil_div(kMaxRun, kThreads / 32);
   float4 q[kTurns] = {}, k[kTurns] = {};
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    const int token = warp + turn * kRunThreads / 32;
+    const int token = warp + turn * kThreads / 32;
     if (token >= count) break;
-    const auto& now = shared.tokens[token];
-    q[turn] = scale4(*reinterpret_cast<const float4*>(now.q + lane * 4),
-                     inverse_length(*reinterpret_cast<const float4*>(now.sum_squares)) * kQueryScale);
-    k[turn] = scale4(*reinterpret_cast<const float4*>(now.k + lane * 4),
-                     inverse_length(*reinterpret_cast<const float4*>(now.sum_squares + 4)));
+    const float4* const squares = reinterpret_cast<const float4*>(shared.sum_squares[token]);
+    q[turn] =
+        scale4(*reinterpret_cast<const float4*>(&shared.q[token][lane * 4]), inverse_length(squares[0]) * kQueryScale);
+    k[turn] = scale4(*reinterpret_cast<const float4*>(&shared.k[token][lane * 4]), inverse_length(squares[1]));
   }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    const int token = warp + turn * kRunThreads / 32;
+    const int token = warp + turn * kThreads / 32;
     const float kq = warp_sum(dot4(k[turn], q[turn]));
     if (token >= count) continue;
-    auto& now = shared.tokens[token];
-    *reinterpret_cast<float4*>(now.q + lane * 4) = q[turn];
-    *reinterpret_cast<float4*>(now.k + lane * 4) = k[turn];
-    if (lane == 0) now.kq = kq;
+    *reinterpret_cast<float4*>(&shared.q[token][lane * 4]) = q[turn];
+    *reinterpret_cast<float4*>(&shared.k[token][lane * 4]) = k[turn];
+    if (lane == 0) shared.scalars[token].kq = kq;
   }
 
   // ---- Commit.
+  RunRows rows(warp, lane);
+  int delta_at[RunRows::kRows];
+#pragma unroll
+  for (int i = 0; i < RunRows::kRows; ++i) {
+    delta_at[i] = block_row + rows.row(i);
+    asm("" : "+r"(delta_at[i]));
+  }
+  if (loaded_bytes > 0) ptx::mbarrier_wait(&shared.loads_barrier, 0);
+  if (plan.fresh) {
+    rows.clear();
+  } else {
+    rows.load(shared.state);
+  }
 #pragma unroll 1
   for (int token = 0; token < accepted; ++token) {
-    const auto& old = shared.committed[token];
-    rows.decay_by(old.decay);
+    rows.decay_by(shared.last[0][token]);
     float delta[RunRows::kRows];
 #pragma unroll
-    for (int i = 0; i < RunRows::kRows; ++i) delta[i] = old.delta[rows.first_row + 4 * i];
-    rows.correct_by(delta, old.k);
+    for (int i = 0; i < RunRows::kRows; ++i) delta[i] = shared.last[2][token][delta_at[i]];
+    float4 old_k[RunRows::kQuarters];
+    rows.read(shared.last[1][token], old_k);
+    rows.correct_by(delta, old_k);
   }
   __syncthreads();
-  if (store_first || count == 0) rows.store(state, shared.leaving);
+  if (store_first || count == 0) rows.store(state, shared.state);
 
   // ---- This run.
+  using Shared = RunShared<Config>;
+  static_assert(offsetof(Shared, k) == sizeof(shared.q) && offsetof(Shared, decay) == 2 * sizeof(shared.q) &&
+                offsetof(Shared, result) - offsetof(Shared, v) == sizeof(shared.v));
+  const float* at = shared.q[0];
+  float* mine = &shared.v[0][rows.my_row()];
 #pragma unroll 1
-  for (int token = 0; token < count; ++token) {
-    auto& now = shared.tokens[token];
-    rows.decay_by(now.decay);
-    const float2 dots = rows.dots(now.k, now.q);
-    const float error = __fmul_rn(now.beta, __fsub_rn(now.v[rows.my_row()], dots.x));
-    now.o[rows.my_row()] = __fmaf_rn(error, now.kq, dots.y);
-    now.error[rows.my_row()] = error;
+  for (int token = 0; token < count; ++token, at += kHeadDim, mine += kBlockRows) {
+    rows.decay_by(at + 2 * kMaxRun * kHeadDim);
+    float4 now_k[RunRows::kQuarters], now_q[RunRows::kQuarters];
+    rows.read(at + kMaxRun * kHeadDim, now_k);
+    rows.read(at, now_q);
+    const auto scalars = shared.scalars[token];
+    const float with_k = rows.dot(now_k), with_q = rows.dot(now_q);
+    const float error = __fmul_rn(scalars.beta, __fsub_rn(*mine, with_k));
+    mine[kMaxRun * kBlockRows] = error;
+    mine[2 * kMaxRun * kBlockRows] = __fmaf_rn(error, scalars.kq, with_q);
     float delta[RunRows::kRows];
-#pragma unroll
-    for (int i = 0; i < RunRows::kRows; ++i) delta[i] = __shfl_sync(kFullWarp, error, rows.owner(i));
-    rows.correct_by(delta, now.k);
+    rows.share_out(error, delta);
+    rows.correct_by(delta, now_k);
   }
-  if (r.keep && count > 0) rows.store(state, shared.leaving);
+  if (r.keep && count > 0) rows.store(state, shared.state);
+  ptx::fence_proxy_async();  // decays and k leave by bulk copies
   __syncthreads();
 
-  // ---- Gated norms, eight lanes a token; neighbours are added first, as between the rows, warps and blocks of decode.
-  constexpr int kGroup = kRunRows / 8;
-  const int token = threadIdx.x / kGroup, row = threadIdx.x % kGroup * 8;
-  auto& now = shared.tokens[token < count ? token : 0];
+  // ---- Gated norms, eight values a lane; neighbours are added first, as between the rows, warps and blocks of decode.
+  constexpr int kGroup = kBlockRows / 8;
+  const int token = threadIdx.x / kGroup, row = threadIdx.x % kGroup * 8, safe = token < count ? token : 0;
   float o[8], squares[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) o[i] = now.o[row + i], squares[i] = __fmul_rn(o[i], o[i]);
+  for (int i = 0; i < 8; ++i) o[i] = shared.result.o[safe][row + i], squares[i] = __fmul_rn(o[i], o[i]);
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) {
 #pragma unroll
@@ -409,32 +283,38 @@ __global__ void __launch_bounds__(kRunThreads, 4) run_kernel(const __grid_consta
   float sum = squares[0];
 #pragma unroll
   for (int mask = 1; mask < kGroup; mask *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, mask));
-  if (token < count && row == 0) exchange.send(ptx::smem_address(&now.squares), sum, &shared.squares_barrier);
-  if (count > 0) ptx::mbarrier_wait(&shared.squares_barrier, 0);
+  if constexpr (kCluster > 1) {
+    if (token < count && row == 0) {
+      ptx::cluster_store_async(exchange.there + ptx::smem_address(&shared.squares[token]), sum,
+                               exchange.there + ptx::smem_address(&shared.squares_barrier));
+    }
+    if (count > 0) ptx::mbarrier_wait(&shared.squares_barrier, 0);
+    sum = __fadd_rn(sum, shared.squares[safe]);
+  }
+  // All blocks have read the last run's records: the other one sends its squares after its commit. Of two blocks the
+  // first one's decays and the second one's k leave, and of each the errors of its rows.
+  if (!r.keep && count > 0) {
+    if (threadIdx.x == 0) {
+      if (rank == 0) ptx::bulk_store(records, shared.decay, count * kRowBytes);
+      if (rank == kCluster - 1) ptx::bulk_store(records + record_pitch, shared.k, count * kRowBytes);
+      ptx::bulk_commit();
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count * kBlockRows / 4; i += kThreads) {
+      const int of = i / (kBlockRows / 4), column = i % (kBlockRows / 4) * 4;
+      *reinterpret_cast<float4*>(records + 2 * record_pitch + of * kHeadDim + block_row + column) =
+          *reinterpret_cast<const float4*>(&shared.result.error[of][column]);
+    }
+  }
   if (token < count) {
-    sum = __fadd_rn(sum, now.squares);
     struct alignas(16) {
       __nv_bfloat16 x[8];
     } gate, out;
-    reinterpret_cast<uint4&>(gate) = *reinterpret_cast<const uint4*>(now.gate + row);
-    const float* const weight = p.o_norm + block_row + row;
+    reinterpret_cast<uint4&>(gate) = *reinterpret_cast<const uint4*>(&shared.gate[token][row]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out.x[i] = gated_norm(o[i], sum, __ldg(weight + i), gate.x[i], p.eps);
+    for (int i = 0; i < 8; ++i) out.x[i] = gated_norm(o[i], sum, shared.norm_weight[row + i], gate.x[i], p.eps);
     __nv_bfloat16* const place = p.out + int64_t{plan.first + token} * width + head * kHeadDim + block_row + row;
     *reinterpret_cast<uint4*>(place) = reinterpret_cast<const uint4&>(out);
-  }
-  // Decay (first block) or k (second), and the errors of this block's rows. The other block has read the last run's
-  // records long ago: it sends its squares after its commit.
-  if (!r.keep && threadIdx.x < (kHeadDim + kRunRows) / 4) {
-    const bool is_error = threadIdx.x >= kHeadDim / 4;
-    const int column = is_error ? block_row + 4 * threadIdx.x - kHeadDim : 4 * threadIdx.x;
-    const auto& from = shared.tokens[0];
-    const float* source = (is_error ? from.error - block_row : rank == 0 ? from.decay : from.k) + column;
-    float* record = records + (is_error ? 2 : rank) * kHeadDim + column;
-#pragma unroll 3
-    for (int at = 0; at < count; ++at, source += sizeof(RunShared::Token) / sizeof(float), record += record_stride) {
-      *reinterpret_cast<float4*>(record) = *reinterpret_cast<const float4*>(source);
-    }
   }
   if (lane == 0) RunRows::wait_stored();
 }

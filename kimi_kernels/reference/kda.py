@@ -160,11 +160,11 @@ def counts(accepted: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
 def replay(
     records: torch.Tensor, current: torch.Tensor, conv: torch.Tensor, accepted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat the first accepted [n] tokens of records [n, run, heads, 6, 128], with the operations of ``step_``."""
+    """Repeat the first accepted [n] tokens of records [n, heads, 6, run, 128], with the operations of ``step_``."""
     longest = int(accepted.max()) if accepted.numel() else 0
-    for token in range(min(longest, records.shape[1])):
+    for token in range(min(longest, records.shape[3])):
         rows = (accepted > token).nonzero().squeeze(1)
-        record = records[rows, token]  # [r, heads, 6, 128]
+        record = records[rows, :, :, token]  # [r, heads, 6, 128]
         decay, k, delta = (record[:, :, i] for i in (RECORD_DECAY, RECORD_K, RECORD_DELTA))
         current[rows] = write_(decay_(current[rows], decay), k, delta)
         raw = record[:, :, RECORD_RAW].transpose(1, 2).flatten(1)  # [r, 3*heads*128]
@@ -221,7 +221,7 @@ def verify(
         o, decay, delta = step_(current, t)
         conv = shift(conv, raw)
         record = torch.stack([decay, t.k, delta, *raw.float().unflatten(-1, (3, x.heads, DIM)).unbind(1)], dim=2)
-        records[slots[live].long(), token] = record
+        records[slots[live].long(), :, :, token] = record
         out[rows] = finish(o, x, rows)
     return out
 

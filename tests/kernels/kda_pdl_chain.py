@@ -14,14 +14,12 @@ import torch
 from kimi_kernels import kda
 from tests.kernels.kda_gpu_cases import Tokens, decode, int32, pools, tokens, verify, weights
 
-REPLAYS = 1000
 
-
-def chain_hash(heads: int = 12, rows: int = 6) -> str:
+def chain_hash(heads: int, rows: int, replays: int) -> str:
     torch.manual_seed(9)
     w, pool = weights(heads), pools(3 * rows + 1, heads)
     x = [tokens(rows, heads) for _ in range(5)]
-    runs = [tokens(3 * rows, heads) for _ in range(2)]
+    runs = [tokens(3 * rows, heads, padding) for padding in (-heads % 8, 7)]
     first, second, third = (int32(*range(1 + i * rows, 1 + (i + 1) * rows)) for i in range(3))
     borders, accepted = int32(*range(0, 3 * rows + 1, 3)), int32(*(i % 4 for i in range(rows)))
     records = torch.zeros(3 * rows + 1, *kda.record_shape(heads, 3), device="cuda")
@@ -47,7 +45,7 @@ def chain_hash(heads: int = 12, rows: int = 6) -> str:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = chain()
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         graph.replay()
     torch.cuda.synchronize()
     digest = hashlib.sha256()
@@ -58,4 +56,5 @@ def chain_hash(heads: int = 12, rows: int = 6) -> str:
 
 
 if __name__ == "__main__":
-    print(chain_hash())
+    # verify in half heads, then in whole heads
+    print(chain_hash(heads=12, rows=6, replays=1000), chain_hash(heads=96, rows=5, replays=200))
