@@ -66,7 +66,8 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  int cluster = 1;  // CTAs of one cluster, along x
+  int cluster = 1;    // CTAs of one cluster, along x
+  int carveout = -1;  // percent of an SM's memory that is to be shared memory, not L1; -1: what the blocks need
 };
 
 // Every kernel is `__global__ void name(const __grid_constant__ Params p)`. A grid of zero blocks is not launched.
@@ -74,7 +75,7 @@ template <typename Params>
 void launch(void (*kernel)(Params), const LaunchShape& shape, cudaStream_t stream, const Params& params) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), shape.shared_bytes);
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   unsigned count = 0;
   if (pdl_enabled()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -85,6 +86,10 @@ void launch(void (*kernel)(Params), const LaunchShape& shape, cudaStream_t strea
     attributes[count].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
     attributes[count].val.clusterDim.y = 1;
     attributes[count++].val.clusterDim.z = 1;
+  }
+  if (shape.carveout >= 0) {
+    attributes[count].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[count++].val.sharedMemCarveout = static_cast<unsigned>(shape.carveout);
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;

@@ -5,9 +5,10 @@ namespace kimi::kda {
 namespace {
 
 template <int kCluster, int kWarps, int kMinBlocks, bool kGuess, bool kOnce, bool kAskFirst>
-void launch_as(const DecodeParams& params, cudaStream_t stream) {
+void launch_as(const DecodeParams& params, cudaStream_t stream, int carveout = -1) {
   using Config = DecodeConfig<kCluster, kWarps>;
-  const LaunchShape shape{decode_grid(params.tokens, params.heads * kCluster), dim3(Config::kThreads), 0, kCluster};
+  const dim3 grid = decode_grid(params.tokens, params.heads * kCluster);
+  const LaunchShape shape{grid, dim3(Config::kThreads), 0, kCluster, carveout};
   launch(decode_kernel<Config, kMinBlocks, kGuess, kOnce, kAskFirst>, shape, stream, params);
 }
 
@@ -15,13 +16,15 @@ void launch_as(const DecodeParams& params, cudaStream_t stream) {
 
 // By the heads of the whole batch; measured at the sizes of docs/kernels/kda_decode.md. Few heads: many small blocks,
 // so that all SMs load at once. Many: whole heads, whose blocks exchange nothing, and as many bytes on their way as
-// registers hold.
+// registers hold. Where all blocks are there at once, or nearly, they are faster with as little L1 as there can be; why
+// is not known. More heads lose up to a fifth by it.
 void launch_decode(const DecodeParams& params, cudaStream_t stream) {
+  constexpr int kNoL1 = 100;
   const int64_t heads = int64_t{params.tokens} * params.heads;
-  if (heads < 128) {
+  if (heads < 64) {
     launch_as<8, 4, 8, true, false, true>(params, stream);
-  } else if (heads < 640) {
-    launch_as<2, 8, 3, false, true, false>(params, stream);
+  } else if (heads >= 128 && heads < 640) {
+    launch_as<2, 8, 3, false, true, false>(params, stream, kNoL1);
   } else if (heads < 2048) {
     launch_as<2, 8, 3, true, false, false>(params, stream);
   } else {

@@ -39,7 +39,7 @@ def assert_others_unchanged(pool: Pools, before: Pools, slots: list[int]) -> Non
         assert_equal(f"{name} of other slots and layers", got[~touched], want[~touched])
 
 
-@pytest.mark.parametrize("heads", [1, 3, 12, 96])
+@pytest.mark.parametrize("heads", [1, 3, 12, 16, 96])
 @pytest.mark.parametrize("padding", [7, 64])
 def test_one_step(heads: int, padding: int) -> None:
     x, w, slots = tokens(5, heads, padding), weights(heads), int32(4, 1, 8, 6, 2)
