@@ -67,7 +67,7 @@ struct LaunchShape {
   dim3 block;
   size_t shared_bytes = 0;
   int cluster = 1;    // CTAs of one cluster, along x
-  int carveout = -1;  // percent of an SM's memory that is to be shared memory, not L1; -1: what the blocks need
+  int carveout = -1;  // a wish: percent of the most shared memory an SM can have, the rest is L1; -1: none
 };
 
 // Every kernel is `__global__ void name(const __grid_constant__ Params p)`. A grid of zero blocks is not launched.

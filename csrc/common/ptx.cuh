@@ -111,11 +111,6 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The barrier's phase counts this thread's earlier cp.async copies as one of the arrivals it was initialised for.
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-
 // One thread copies a contiguous piece; size and both addresses are multiples of 16 bytes. Completes on the barrier.
 __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -202,10 +197,6 @@ __device__ __forceinline__ uint32_t cluster_address(const void* pointer, uint32_
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(pointer)), "r"(rank));
   return address;
-}
-
-__device__ __forceinline__ void cluster_store(uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 // Stores and counts 4 bytes on a barrier of that CTA, which saves both sides a cluster barrier with its memory fence.

@@ -6,8 +6,7 @@
 // they exchange one sum of squares a warp.
 #pragma once
 
-#include "decode_config.h"
-#include "step.cuh"
+#include "decode_parts.cuh"
 
 namespace kimi::kda {
 
@@ -98,7 +97,8 @@ __global__ void __launch_bounds__(Config::kThreads, kMinBlocks) decode_kernel(co
     const float4 c = constants[pass];
     float value = 0.f;
     if (piece.convolves()) {
-      value = convolve(c, old[pass][0], old[pass][1], old[pass][2], now[pass]);
+      value = convolve(c, __bfloat162float(old[pass][0]), __bfloat162float(old[pass][1]),
+                       __bfloat162float(old[pass][2]), __bfloat162float(now[pass]));
     } else if (piece.decays()) {
       value = decay_of(__bfloat162float(now[pass]), c.x, c.y, p.lower_bound);
     }

@@ -77,13 +77,13 @@ struct RunShared {
   struct Results {  // of its rows; the error is weighted with beta
     float error[kMaxRun][Config::kRows], o[kMaxRun][Config::kRows];
   };
-  union {
+  union alignas(16) {
     Inputs raw;
     Results result;  // after the convolutions
   };
-  __nv_bfloat16 gate[kMaxRun][Config::kRows];
+  alignas(16) __nv_bfloat16 gate[kMaxRun][Config::kRows];
   float norm_weight[Config::kRows];
-  float sum_squares[kMaxRun][8];  // of the four pieces of q, then of k
+  alignas(16) float sum_squares[kMaxRun][8];  // of the four pieces of q, then of k
   struct alignas(8) {
     float beta, kq;  // beta after the sigmoid
   } scalars[kMaxRun];

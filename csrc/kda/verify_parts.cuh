@@ -52,8 +52,8 @@ __device__ __forceinline__ RunPlan plan_run(const RunParams& r, int head, int se
 
 // A warp's 16 value rows in registers. Lane 8 * g + j holds, of rows 4 * i + g, the columns 4 * j .. + 3 of each
 // quarter row: what lanes j, j + 8, j + 16 and j + 24 hold in decode, so that its tree of a sum needs no exchange for
-// two levels. Which i a register holds differs between lanes: register r has i = r ^ turn(), so that a lane that hands
-// sums of half its rows over always hands over the same registers, and no selection is needed.
+// two levels. Which i a register holds differs between lanes: register r has i = r ^ (lane / 2 % 4), so that a lane
+// that hands sums of half its rows over always hands over the same registers, and no selection is needed.
 struct RunRows {
   static constexpr int kRows = 4, kQuarters = 4;
   float4 state[kRows][kQuarters];
