@@ -56,5 +56,6 @@ def chain_hash(heads: int, rows: int, replays: int) -> str:
 
 
 if __name__ == "__main__":
-    # verify in half heads, then in whole heads
-    print(chain_hash(heads=12, rows=6, replays=1000), chain_hash(heads=96, rows=5, replays=200))
+    # Decode in blocks of all four kinds, verify in half and in whole heads.
+    small = [chain_hash(heads=12, rows=rows, replays=1000) for rows in (5, 6, 16)]
+    print(*small, chain_hash(heads=96, rows=5, replays=1000), chain_hash(heads=96, rows=22, replays=100))

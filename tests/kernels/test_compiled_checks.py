@@ -92,6 +92,31 @@ def test_pools_without_heads_are_no_launch() -> None:
     kda.copy_(*pools, slots(2), slots(2))
 
 
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (state(5, 3, 2, 6, 128), r"records: expected shape \[5, 2, 6, any, 128\], got \[5, 3, 2, 6, 128\]"),  # by token
+        (state(4, 2, 6, 3, 128), r"records: expected shape \[5, 2, 6, any, 128\], got \[4, 2, 6, 3, 128\]"),
+        (state(5, 2, 6, 10, 128), r"records must hold runs of 1 to 9 tokens, got 10"),
+        (state(5, 2, 6, 3, 128, dtype="bfloat16"), "records: expected dtype float32, got bfloat16"),
+        (
+            state(5, 2, 6, 3, 128, strides=(9216, 4608, 768, 256, 1)),
+            r"records: expected its last 4 dimension\(s\) contiguous",
+        ),
+        (state(5, 2, 6, 3, 128, strides=(4610, 2304, 384, 128, 1)), "records: expected .*16"),  # slots at 8 bytes
+    ],
+)
+def test_commit_names_the_records_at_fault(records: FakeCuda, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^kda.commit_: {message}"):
+        kda.commit_(records, state(*STATE), conv(*CONV), slots(), slots())
+
+
+def test_commit_of_nothing_is_no_launch() -> None:
+    """Records are a layer of a slot-major pool."""
+    records = state(5, 2, 6, 3, 128, strides=(9216, 2304, 384, 128, 1))
+    kda.commit_(records, state(*STATE), conv(*CONV), slots(), slots())
+
+
 def experts(tokens: int = 0, **changed) -> object:
     """moe.experts on two experts 64 -> 32 with all outputs given, so that nothing is allocated."""
     bytes_of = {"w13": sm90.expert_bytes("mxfp4", 64, 64, 2), "w2": sm90.expert_bytes("mxfp4", 64, 32, 1)}
