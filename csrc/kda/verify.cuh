@@ -31,8 +31,6 @@ struct Exchange {
   }
 };
 
-constexpr unsigned kGuessedBlocks = 528;
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     run_kernel(const __grid_constant__ RunParams r) {
@@ -50,9 +48,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   float4 constants[2] = {};
   if (p.tokens > 0) constants[0] = pieces[0].constants(p, head), constants[1] = pieces[1].constants(p, head);
   const int64_t state_offset = (int64_t{head} * kHeadDim + block_row) * kHeadDim;
-  // Few heads, most of whose blocks may be here before the producer is done: their states come into L2 meanwhile, by
-  // the slot that stands in the list. A stale one is harmless: it names a row of the pool.
-  if (kCluster > 1 && gridDim.x * gridDim.y <= kGuessedBlocks && threadIdx.x == 0) {
+  // Few heads, all of whose blocks may be here before the producer is done: their states come into L2 meanwhile, by the
+  // slot that stands in the list. A stale one is harmless: it names a row of the pool.
+  constexpr unsigned kOneWave = 132 * Config::kBlocksPerSm;  // on an H200
+  if (gridDim.x * gridDim.y <= kOneWave && threadIdx.x == 0) {
     const int slot = *static_cast<const volatile int32_t*>(p.slots + sequence);
     if (slot > 0 && slot < p.num_slots) {
       ptx::prefetch_l2(p.state + slot * p.state_slot_stride + state_offset, kStateBytes);

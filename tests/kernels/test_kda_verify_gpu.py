@@ -38,7 +38,7 @@ def padding_of(heads: int, aligned: bool) -> int:
     return -heads % 8 + (0 if aligned else 1)
 
 
-@pytest.mark.parametrize("heads", [1, 12, 16, 36, 96])  # one to three half heads an SM, several, whole heads
+@pytest.mark.parametrize("heads", [1, 12, 16, 24, 36, 96])  # half heads in one wave, whole in one, half in two, whole
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("way", ["commit_", "verify", "decode_"])
 def test_any_accepted_length(heads: int, aligned: bool, way: str) -> None:
