@@ -193,12 +193,11 @@ def test_records_hold_what_the_reference_records(heads: int) -> None:
     cpu = [t.cpu() for t in (*x.args(), *w.args(), *pool.args(), slots, borders(lengths))]
     kda.verify(*cpu, records=want)
     verify(x, w, pool, slots, borders(lengths), records=got)
-    assert got.count_nonzero() > 0
-    assert_equal("raw rows", got[:, :, 3:].cpu(), want[:, :, 3:])
-    assert relative_error(got.cpu(), want) < 1e-4  # fp32 sums of 128 in another order, through at most four tokens
-    assert (
-        (got != 0).cpu() == (want != 0)
-    ).float().mean() > 0.999  # nothing in a place that the reference leaves alone
+    got = got.cpu()
+    assert_equal("raw rows", got[:, :, 3:], want[:, :, 3:])
+    for row, name in enumerate(("decay", "k", "error")):  # fp32 sums of 128 in another order, four tokens at most
+        assert relative_error(got[:, :, row], want[:, :, row]) < 1e-4, name
+    assert not got[want == 0].any()  # other slots, and tokens beyond a run
 
 
 def test_more_sequences_than_a_grid_axis() -> None:
