@@ -139,8 +139,8 @@ def verify(
     ``records`` f32 [slots, *record_shape(heads, run)], indexed by slot, receives what a commit of this run needs; None
     allocates. Without ``accepted`` both states stay as they are (a fresh slot's become 0). With it ([n] int32, 0 to the
     length of the slot's last run) that many tokens of the last run, as ``records`` holds it, go into both first.
-    Committed states equal those of one-by-one ``decode_`` to the bit. On CUDA, rows of q, k, v, f and gate that begin at
-    multiples of 16 bytes are read faster.
+    Committed states equal those of one-by-one ``decode_`` to the bit. On CUDA, rows of q, k, v, f and gate are read
+    faster where they begin at multiples of 16 bytes.
 
     Returns (out [T, heads*128] of q's dtype, records). Raises ValueError naming the argument at fault.
     """
