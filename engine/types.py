@@ -225,10 +225,7 @@ class RequestUpdate:
     stop_reason: int | str | None = None  # the stop id or string; None for an end token
     error: str | None = None
     num_cached_tokens: int = 0
-    # seconds on time.monotonic; with the last update
-    arrival_time: float = 0.0
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
+    first_scheduled_time: float | None = None  # seconds on time.monotonic; with the last update
 
 
 @dataclass(slots=True)

@@ -81,6 +81,4 @@ def merge(into: RequestUpdate, update: RequestUpdate) -> None:
         into.stop_reason = update.stop_reason
         into.error = update.error
     into.num_cached_tokens = max(into.num_cached_tokens, update.num_cached_tokens)
-    into.arrival_time = update.arrival_time or into.arrival_time
     into.first_scheduled_time = update.first_scheduled_time or into.first_scheduled_time
-    into.first_token_time = update.first_token_time or into.first_token_time
