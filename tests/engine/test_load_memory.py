@@ -11,7 +11,7 @@ import pytest
 from engine.tools.make_tiny import make
 
 SCRIPT = """
-import sys
+import ctypes, gc, sys
 from pathlib import Path
 from engine.engine_config import EngineConfig
 from engine.runner.runner import Runner
@@ -23,6 +23,8 @@ def load(directory):
     return Runner.from_dir(Path(directory), EngineConfig(device="cpu"), progress=False)
 
 load(sys.argv[1])  # imports, thread pools and allocator arenas are not what is measured
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)  # pages the first load freed but still holds would be reused, and count as no growth
 before = kib("VmRSS")
 runner = load(sys.argv[2])
 print((kib("VmHWM") - before) * 1024)
