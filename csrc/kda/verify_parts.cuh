@@ -97,8 +97,7 @@ struct RunRows {
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-      const int first = first_row;
-      ptx::bulk_store(block_rows + first * kHeadDim, staging[first], 16 * kHeadDim * sizeof(float));
+      ptx::bulk_store(block_rows + first_row * kHeadDim, staging[first_row], 16 * kHeadDim * sizeof(float));
       ptx::bulk_commit();
     }
   }
