@@ -26,6 +26,7 @@ from engine.types import Request, SampledToken, SamplingParams, StepOutput, Step
 RUNNING = (1, 16, 256)
 LIMIT_MS = 1.0  # for the median at 256 running
 GROWTH_LIMIT = 1.2  # peak memory while loading, in units of the weights
+# a checkpoint of more than 2 GB
 LOAD_SIZES = {"num_hidden_layers": 4, "num_experts": 512, "routed_expert_hidden_size": 1024}
 LOAD_SIZES |= {"moe_intermediate_size": 1024}
 
@@ -97,15 +98,15 @@ def step_times(running: int, steps: int) -> tuple[list[float], list[float]]:
     return sorted(wall), sorted(cpu)
 
 
-def load_growth() -> dict[str, float]:
-    """Load a generated checkpoint of more than 2 GB in a process of its own."""
+def load_growth(**sizes: int) -> dict[str, float]:
+    """Load a generated checkpoint in a process of its own: `size` and `growth` of the peak in bytes, and `seconds`."""
     import json
 
     from engine.tools import make_tiny
 
     with tempfile.TemporaryDirectory() as folder:
         make_tiny.make(Path(folder) / "tiny")
-        size = make_tiny.make(Path(folder) / "large", **LOAD_SIZES)
+        size = make_tiny.make(Path(folder) / "large", **sizes)
         command = [sys.executable, "-c", LOAD_SCRIPT, f"{folder}/tiny", f"{folder}/large"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
@@ -164,7 +165,7 @@ def main() -> int:
     lines += ["", "CPU time is that of the engine's thread, so it leaves out what other programs took in between."]
     lines += ["", f"Limit: median under {LIMIT_MS:g} ms at {max(RUNNING)} running."]
     if not args.no_load:
-        load = load_growth()
+        load = load_growth(**LOAD_SIZES)
         ratio = load["growth"] / load["size"]
         lines += ["", "## Peak memory while loading", ""]
         lines += ["| checkpoint GB | growth of peak GB | ratio | seconds |", "|---:|---:|---:|---:|"]

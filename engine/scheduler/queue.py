@@ -26,9 +26,6 @@ class RankedRequests:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    def __getitem__(self, index: int) -> Request:
-        return self._requests[index]
-
     def first(self) -> Request:
         return self._requests[0]
 
