@@ -18,10 +18,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Writes a line to $FAKE_LOG for each call, then the object; $FAKE_SLEEP makes it slow, $FAKE_FAIL makes it fail.
+# Writes a line to $FAKE_LOG for each call, in one piece since ninja runs several at once, then the object; $FAKE_SLEEP
+# makes it slow, $FAKE_FAIL makes it fail.
 NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake, release ${FAKE_VERSION:-13.0}, V1"; exit 0; fi
-printf "%s|" "$@" >> "$FAKE_LOG"; echo >> "$FAKE_LOG"
+call=$(printf "%s|" "$@")
+printf "%s\\n" "$call" >> "$FAKE_LOG"
 [ -z "$FAKE_SLEEP" ] || sleep "$FAKE_SLEEP"
 [ -z "$FAKE_FAIL" ] || { echo "error: no such register"; exit 1; }
 while [ $# -gt 0 ]; do
